@@ -15,3 +15,4 @@ train.checkpointer.period = 250
 train.checkpointer.max_to_keep = 3
 train.eval_period = 250
 train.best_metric = "classification/accuracy"
+train.best_mode = "max"

@@ -102,3 +102,4 @@ train.checkpointer.period = "1 epoch"
 train.checkpointer.max_to_keep = 3
 train.eval_period = "1 epoch"
 train.best_metric = "classification/accuracy@1"
+train.best_mode = "max"

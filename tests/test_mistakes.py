@@ -223,7 +223,10 @@ def eval_mode() -> None:
 
 def best_of_nothing() -> None:
     evaluate = EvalHook(1, lambda: {"acc": 1})
-    train(evaluate, lambda t: BestCheckpointer(1, Checkpointer(t.model), "accuracy"))
+    train(
+        evaluate,
+        lambda t: BestCheckpointer(1, Checkpointer(t.model), "accuracy", "max"),
+    )
 
 
 MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
@@ -342,7 +345,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         WARNING,
         "in training mode",
     ),
-    (lambda: train(EarlyStopping("acc")), WARNING, "no metric 'acc'"),
+    (lambda: train(EarlyStopping("acc", "max")), WARNING, "no metric 'acc'"),
     (lambda: SkipNonFinite(-1), ValueError, "at least 0: -1"),
     (get_event_storage, RuntimeError, r"inside of train\(\)"),
     (lambda: train().storage.history("total_los"), KeyError, "'total_loss'"),

@@ -37,7 +37,7 @@ train = dict(
     ),
     eval_period=5000,  # 0 evaluates at the end only
     best_metric=None,  # such as "classification/accuracy": keeps model_best.pth
-    best_mode=None,  # "max" or "min"; None where the metric is named like a loss or accuracy
+    best_mode=None,  # "max" if more of best_metric is better, "min" if less is
     expected_results=None,  # like [("classification", "accuracy", 99.0, 1.0)]: checked at the end
     log_period=20,
     watchdog_s=0,  # ends a process that makes no progress for so long; 0 waits for ever

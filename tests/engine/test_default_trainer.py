@@ -262,6 +262,7 @@ def test_several_test_loaders_give_results_by_name(tmp_path: Path) -> None:
     other = {**test, "dataset": LazyCall(DigitsDataset)(train=True)}
     cfg.dataloader.test = {"val": test, "ood": other}
     cfg.train.best_metric = "ema/ood/classification/accuracy"
+    cfg.train.best_mode = "max"
     trainer = DefaultTrainer(cfg)
     results = trainer.train()
     assert list(results) == ["val", "ood", "ema"]

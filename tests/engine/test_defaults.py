@@ -296,6 +296,7 @@ def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None
         checkpoint_period=5,
         eval_function=dict,
         best_metric="accuracy",
+        best_mode="max",
         watchdog_s=60,
     )
     assert [type(hook) for hook in made] == [

@@ -369,8 +369,8 @@ def train_with_lone_hooks(folder: Path) -> list[str]:
         hooks.Preemption(saver),
         hooks.PeriodicCheckpointer(saver, 1),
         hooks.PeriodicCheckpointer(shards, 1),
-        hooks.BestCheckpointer(1, saver, "accuracy"),
-        hooks.BestCheckpointer(1, shards, "accuracy"),
+        hooks.BestCheckpointer(1, saver, "accuracy", "max"),
+        hooks.BestCheckpointer(1, shards, "accuracy", "max"),
     ):
         trainer = Trainer()
         trainer.register_hooks([lone] if comm.is_main_process() else [])

@@ -279,7 +279,7 @@ def test_every_period_may_be_one_of_epochs(tmp_path: Path) -> None:
     trainer.register_hooks(
         [
             hooks.EvalHook("1 epoch", evaluate),
-            hooks.BestCheckpointer("1 epoch", checkpointer, "loss"),
+            hooks.BestCheckpointer("1 epoch", checkpointer, "loss", "min"),
             hooks.PeriodicWriter([recorder], "0.5 epochs"),
             hooks.PeriodicCheckpointer(checkpointer, "2 epochs"),
         ]
@@ -602,7 +602,7 @@ def best_on_a_full_disk(folder: Path, background: bool) -> float | None:
 
     checkpointer.write_file = full_at_first  # of this process only
     values = iter([0.5, 0.25, 0.125])
-    best = BestCheckpointer(1, saver, "acc")
+    best = BestCheckpointer(1, saver, "acc", "max")
     trainer.register_hooks([EvalHook(1, lambda: {"acc": next(values)}), best])
     trainer.train(0, 3)
     return best.best_metric
@@ -677,7 +677,7 @@ def test_a_failure_in_the_last_iteration_is_no_success(tmp_path: Path) -> None:
         [
             CallbackHook(before_step=put),
             EvalHook(0, lambda: evaluated.append(trainer.iter)),
-            BestCheckpointer(0, checkpointer, "accuracy"),
+            BestCheckpointer(0, checkpointer, "accuracy", "max"),
             PeriodicCheckpointer(checkpointer, period=100),
         ]
     )

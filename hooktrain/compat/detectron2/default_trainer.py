@@ -95,9 +95,18 @@ class AMPTrainer(engine.AMPTrainer, SimpleTrainer):
 
 
 class BestCheckpointer(hooks.BestCheckpointer):
-    """The same, but the most is the best of any metric, unless a mode says otherwise."""
+    """A :class:`hooktrain.engine.hooks.BestCheckpointer` whose mode is ``"max"`` by default."""
 
-    _default_mode = "max"
+    def __init__(
+        self,
+        eval_period: int | str,
+        checkpointer: Any,
+        val_metric: str,
+        mode: str = "max",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(eval_period, checkpointer, val_metric, mode, *args, **kwargs)
 
 
 class DefaultTrainer(TrainerBase):

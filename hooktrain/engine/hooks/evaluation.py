@@ -4,9 +4,9 @@ import logging
 import math
 import operator
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,13 +25,6 @@ from hooktrain.utils.periods import Period
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 5.0
-
-# Names of metrics that say what is better. Not all do: perplexity, wer, fid_score. And MAPE is no
-# AP, bf16 no F1, "various" no IoU, "accent" no accuracy.
-_LESS = re.compile(r"(?i:loss|error|err(?![a-z]))")
-_MORE = re.compile(
-    r"(?i:acc(?!e)|auc|dice|f1(?!\d)|iou(?!s)|precision|recall|top.?\d)|(^|[/_m])AP(?!E)"
-)
 
 
 class EvalHook(HookBase):
@@ -142,25 +135,16 @@ def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def choose_mode(metric: str, mode: str | None) -> str:
-    """Whether less or more of a metric is better, ``"min"`` or ``"max"``.
-
-    Args:
-        metric: its name.
-        mode: the answer; None takes that of a name which says it.
+def check_mode(mode: str | None, metric: str) -> str:
+    """The mode itself, if it says whether more or less of a metric is better.
 
     Raises:
-        ValueError: for another mode, or a name that does not say it.
+        ValueError: for anything but ``"max"`` and ``"min"``.
     """
-    if mode is None:
-        if _LESS.search(metric):
-            mode = "min"
-        elif _MORE.search(metric):
-            mode = "max"
-    if mode not in ("min", "max"):
+    if mode not in ("max", "min"):
         raise ValueError(
-            f"say by mode, or best_mode, whether the best {metric!r} is its 'max' or its "
-            f"'min', not {mode!r}"
+            f"mode must say whether more or less of {metric!r} is better: give 'max' or "
+            f"'min' (train.best_mode in a configuration), not {mode!r}"
         )
     return mode
 
@@ -202,18 +186,17 @@ class BestCheckpointer(HookBase):
     """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
 
     With a sharded checkpointer that is a folder ``model_best``. Register it after ``EvalHook``, so
-    that what was measured is what is saved.
+    that what was measured is what is saved, and before ``PeriodicCheckpointer``, since the best
+    value so far is state of this hook.
 
-    The file holds its value, so a resumed run never overwrites a better model, not even one saved
-    after the checkpoint that it resumes from. No run resumes from the file.
+    A resumed run never overwrites a better model, not even one that was saved after the
+    checkpoint it resumes from. No run resumes from the file.
 
     Args:
         eval_period: that of the ``EvalHook``; 0 looks at the end of training only.
         checkpointer: what saves.
         val_metric: the name of the metric, such as ``"classification/accuracy"``.
-        mode: ``"max"`` if more is better, ``"min"`` if less is. None takes ``"min"`` for a name
-            with "loss" or "error" in it, and ``"max"`` for one with accuracy, top-5, auc,
-            precision, recall, iou, dice, f1 or AP; any other needs the mode.
+        mode: ``"max"`` if more is better, ``"min"`` if less is.
         file_prefix: the name of the file, without ``.pth``.
         ema: a hook whose averaged weights are saved as the model, where the metric is theirs.
 
@@ -222,13 +205,11 @@ class BestCheckpointer(HookBase):
         best_iter: the iteration that it was measured at, or None.
 
     Raises:
-        ValueError: without a mode that it needs, or for an impossible ``file_prefix``; in a run,
-            when it is due and the metric is not there or older than the weights. What was trained
-            is saved first.
+        ValueError: for another mode, or an impossible ``file_prefix``; in a run, when it is due
+            and the metric is not there or older than the weights. What was trained is saved first.
     """
 
     _logger = logger  # detectron2's name, for subclasses
-    _default_mode: Any = None
     _ema: EMA | None = None
 
     def __init__(
@@ -245,7 +226,7 @@ class BestCheckpointer(HookBase):
         self._period = Period(eval_period)
         self._checkpointer = checkpointer
         self._val_metric = val_metric
-        self._mode = choose_mode(val_metric, mode or self._default_mode)
+        self._mode = check_mode(mode, val_metric)
         # detectron2's name, for subclasses that compare by themselves.
         self._compare: Any = operator.gt if self._mode == "max" else operator.lt
         self._file_prefix = file_prefix
@@ -256,25 +237,31 @@ class BestCheckpointer(HookBase):
         self.best_iter: int | None = None
 
     def before_train(self) -> None:
-        """Learn from the file which value a resumed run has to exceed."""
+        """Learn from the file of a resumed run which value has to be exceeded."""
         if self.trainer.start_iter > 0:
-            self._read_best()
+            self._follow_file()
 
-    def _read_best(self) -> None:
-        self.best_metric = None
-        self.best_iter = None
+    def _follow_file(self) -> None:
+        """Take the best value from the file, where that has one.
+
+        The state of the checkpoint is not enough: the file may have been saved after it, and an
+        accelerator may compute other numbers the second time. A file that is broken or gone is to
+        be replaced, whatever was in it.
+        """
         saver = self._checkpointer
+        if not saver.save_to_disk:
+            return  # the main process tells its value
         path = os.path.join(saver.save_dir, self._file)
-        if not (saver.save_to_disk and os.path.exists(path)):
-            return
-        try:
-            best = read_checkpoint(path, "meta").get("best", {})
-        except CorruptCheckpointError as error:
-            logger.error("The next best model replaces a broken file: %s", error)
-            return
-        if best.get("metric") == self._val_metric:
-            self.best_metric = best["best_metric"]
-            self.best_iter = best["best_iter"]
+        content = None
+        if os.path.exists(path):
+            try:
+                content = read_checkpoint(path, "meta")
+            except CorruptCheckpointError as error:
+                logger.error("The next best model replaces a broken file: %s", error)
+        if content is None:
+            self.best_metric = self.best_iter = None
+        else:
+            self.load_state_dict(content.get("best", {}))
 
     def after_step(self) -> None:
         """Look at the metric after an evaluation."""
@@ -299,35 +286,39 @@ class BestCheckpointer(HookBase):
     def _best_checking(self) -> None:
         """Save the model if the latest value is the best one."""
         self._checkpointer.wait()  # to know whether the best so far was saved
+        trainer = self.trainer
         if self.on_every_rank:
-            self.trainer.prepare_save()
+            trainer.synchronize()  # the metric may be the mean over the ranks
         name = self._val_metric
-        latest = self.trainer.storage.latest().get(name, (math.nan, -1))
+        latest = trainer.storage.latest().get(name, (math.nan, -1))
         best = (self.best_metric, self.best_iter)
         if self.on_every_rank:
             # The main process may be the only one that knows the metric, and what is in the file.
             latest, best = comm.broadcast((latest, best))
         self.best_metric, self.best_iter = best
         value, measured_at = latest
-        iteration = self.trainer.done - 1
+        iteration = trainer.done - 1
         if measured_at < iteration:
-            if self.trainer._late_error is None:  # else the evaluation has failed
+            if trainer._late_error is None:  # else the evaluation has failed
                 self._explain_old(measured_at)
             return
         so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
         logger.info("%s is %.4g; the best so far: %s", name, value, so_far)
-        is_best = is_better(value, self.best_metric, self._mode)
+        if not is_better(value, self.best_metric, self._mode):
+            return
+        if self.on_every_rank:
+            trainer.prepare_save()
         # As in detectron2: a subclass learns of a best value, and may refuse it.
-        if is_best and self._update_best(value, measured_at) is not False:
-            found = {"metric": name, "best_metric": value, "best_iter": measured_at}
-            with self._ema.swap() if self._ema else nullcontext():
-                self._checkpointer.save(
-                    self._file_prefix,
-                    tag=False,
-                    on_full=self._go_on,
-                    iteration=iteration,
-                    best=found,
-                )
+        if self._update_best(value, measured_at) is False:
+            return
+        with self._ema.swap() if self._ema else nullcontext():
+            self._checkpointer.save(
+                self._file_prefix,
+                tag=False,
+                on_full=partial(self._go_on, best),
+                iteration=iteration,
+                best=self.state_dict(),
+            )
 
     def _update_best(self, val: float, iteration: int) -> bool:
         """Keep the best value so far."""
@@ -348,11 +339,28 @@ class BestCheckpointer(HookBase):
             )
             self.trainer.raise_later(error)
 
-    def _go_on(self, error: OSError) -> None:
+    def _go_on(self, best: tuple[float | None, int | None], error: OSError) -> None:
         logger.error(
             "NOT SAVED: %s. Training goes on; the next best tries again", error
         )
-        self._read_best()
+        self.best_metric, self.best_iter = best  # as before
+        self._follow_file()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far, of which metric and iteration; nothing before the first."""
+        if self.best_metric is None:
+            return {}
+        return {
+            "metric": self._val_metric,
+            "best_metric": self.best_metric,
+            "best_iter": self.best_iter,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, unless it is of another metric."""
+        if state_dict.get("metric") == self._val_metric:
+            self.best_metric = state_dict["best_metric"]
+            self.best_iter = state_dict["best_iter"]
 
 
 class EarlyStopping(HookBase):
@@ -363,13 +371,13 @@ class EarlyStopping(HookBase):
 
     Args:
         metric: the metric's name, such as ``"classification/val_loss"``.
-        mode: see :class:`BestCheckpointer`.
+        mode: ``"max"`` if more is better, ``"min"`` if less is.
         patience: how many values in a row without improvement end the run, at least 1.
         min_delta: an improvement must be larger than this.
 
     Raises:
-        ValueError: without a mode that it needs, or for a patience below 1; in a run, if the metric
-            is not there after the first evaluation.
+        ValueError: for another mode, or a patience below 1; in a run, if the metric is not there
+            after the first evaluation.
     """
 
     def __init__(
@@ -382,7 +390,7 @@ class EarlyStopping(HookBase):
         if patience < 1:
             raise ValueError(f"patience must be at least 1, but got {patience!r}")
         self._metric = metric
-        self._mode = choose_mode(metric, mode)
+        self._mode = check_mode(mode, metric)
         self._patience = patience
         self._min_delta = min_delta
         self._best: float | None = None

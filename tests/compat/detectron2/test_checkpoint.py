@@ -151,7 +151,7 @@ def test_hooks_save_by_a_save_of_ones_own(
     trainer.register_hooks(
         [
             hooks.EvalHook(3, lambda: {"good": -trainer.iter}),
-            hooks.BestCheckpointer(3, checkpointer, "good"),
+            hooks.BestCheckpointer(3, checkpointer, "good", "max"),
             hooks.PeriodicCheckpointer(checkpointer, 2, max_to_keep=1),
         ]
     )

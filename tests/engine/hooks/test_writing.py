@@ -111,6 +111,7 @@ def test_a_run_is_summed_up_at_its_end(
         eval_function=lambda: {"accuracy": 9.0 if trainer.iter == 2 else 1.0},
         eval_period=3,
         best_metric="accuracy",
+        best_mode="max",
     )
     hooks = [hook for hook in hooks if not isinstance(hook, LRScheduler)]
     trainer.register_hooks([CallbackHook(after_backward=work), *hooks])
