@@ -318,7 +318,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         ValueError,
         "name of the sum",
     ),
-    (step(lambda y: {"ce": y.mean()}), ValueError, "'loss'.*'ce'"),
+    (step(lambda y: {"acc": y.mean().detach()}), ValueError, "no loss.*'acc'"),
     # Evaluations and metrics
     (
         lambda: inference_on_dataset(Net(), small().data_loader, None),

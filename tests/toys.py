@@ -162,7 +162,7 @@ class Two(nn.Module):
 
 
 class ToyModel(BaseModel):
-    """One linear layer, two losses of single values, as in MMEngine's guide."""
+    """One linear layer and two losses."""
 
     def __init__(self, data_preprocessor: Any = None) -> None:
         super().__init__(data_preprocessor)
@@ -171,7 +171,8 @@ class ToyModel(BaseModel):
     def forward(self, img: Tensor, label: Tensor, mode: str) -> Any:  # type: ignore[override]
         feat = self.linear(img)
         if mode == "loss":
-            return {"loss1": (feat - label).pow(2), "loss2": (feat - label).abs()}
+            error = feat - label
+            return {"loss1": error.pow(2).mean(), "loss2": error.abs().mean()}
         assert mode == "predict"
         return list(feat)
 
@@ -262,7 +263,7 @@ class Regression(BaseModel):
     def forward(self, inputs: Tensor, labels: Tensor, mode: str = "tensor") -> Any:  # type: ignore[override]
         outputs = self.last(self.dropout(self.first(inputs).tanh()))
         if mode == "loss":
-            return {"loss": (outputs - labels).square()}
+            return {"loss": (outputs - labels).square().mean()}
         return outputs
 
 

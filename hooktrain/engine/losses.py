@@ -23,55 +23,6 @@ WHERE_IT_BEGINS = (
 LOOK_AGAIN = f"hooks.SkipNonFinite() leaves such updates out. {WHERE_IT_BEGINS}"
 
 
-def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Split what a model returned in training into the loss and the values to record.
-
-    - A tensor is the loss; so is ``loss`` of an object, as of Hugging Face's models.
-    - The losses in a dict are added up. What has neither a gradient nor "loss" in its name
-      is a metric.
-
-    Returns:
-        The loss to go backward from, and all values by name, with the sum of the losses
-        as ``total_loss`` if there are metrics.
-
-    Raises:
-        TypeError: without a loss, or for a value that is not a tensor with one element.
-        ValueError: if no loss has a gradient, or ``total_loss`` is one of several values.
-    """
-    if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
-        return output, {"total_loss": output}
-    values = _values_by_name(output)
-    if "total_loss" in values and len(values) > 1:
-        raise ValueError(
-            f"'total_loss' is the name of the sum: leave it out of {list(values)}"
-        )
-    scalars = [v for v in values.values() if isinstance(v, Tensor) and v.numel() == 1]
-    if not values or len(scalars) < len(values):
-        shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
-        raise TypeError(
-            "a model in training must return a loss or a dict of losses, of one element "
-            f"each, not {shapes or output!r:.300}. Hugging Face's models need labels, "
-            "those with train_step need StepTrainer"
-        )
-    losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
-    if not any(loss.requires_grad for loss in losses):
-        raise ValueError(f"no loss has a gradient: {output!r:.300}")
-    loss = reduce(add, losses)
-    if len(losses) < len(values):
-        values = {"total_loss": loss, **values}
-    return loss, values
-
-
-def _values_by_name(output: Any) -> dict[str, Any]:
-    if isinstance(output, Tensor):
-        return {"total_loss": output}
-    # Some dicts have an attribute for each item. Only one of their class is meant.
-    owner = type(output) if isinstance(output, Mapping) else output
-    if hasattr(owner, "loss"):
-        return {"total_loss": output.loss}
-    return dict(output) if isinstance(output, Mapping) else {}
-
-
 class LossRecorder:
     """Records the losses of each step of a run, and checks that they are finite.
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
-from hooktrain.engine.losses import LOOK_AGAIN, parse_losses
+from hooktrain.engine.losses import LOOK_AGAIN
 from hooktrain.engine.preflight import check_parts, log_size, versions, warn_of_idle
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
+from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model
 from hooktrain.solver import as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
@@ -187,7 +188,7 @@ class SimpleTrainer(ModelTrainer):
     """The training of one model, by one optimizer or several together.
 
     An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
-    and returns what :func:`hooktrain.engine.losses.parse_losses` understands. For another
+    and returns what :func:`hooktrain.model.losses.parse_losses` understands. For another
     loss override :meth:`compute_loss`, for another step :meth:`run_step`.
 
     The arguments are those of :class:`ModelTrainer`.

@@ -2,35 +2,29 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.utils.names import is_loss
-from hooktrain.utils.registry import MODELS
+from hooktrain.model.losses import parse_losses
 from hooktrain.utils.tensors import to_device
 
 # The values of a step to log.
 Values: TypeAlias = dict[str, Tensor]
 
 
-@MODELS.register_module()
 class BaseDataPreprocessor(nn.Module):
     """Moves a batch to the device where the preprocessor is.
 
     It moves with the model that it is a part of, by ``to``, ``cuda``, ``cpu`` and so on.
     It has no state. Override :meth:`forward` to do more.
 
-    Args:
-        non_blocking: of MMEngine, and ignored: from pinned memory nothing waits.
-
     Attributes:
         device: where batches are moved to.
     """
 
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.device = torch.get_default_device()
 
@@ -84,24 +78,18 @@ class BaseModel(nn.Module, ABC):
 
     Args:
         data_preprocessor: turns a batch into the arguments of :meth:`forward`: a module
-            called with the batch and whether it is for training; or a dict to build one
-            from, with its ``type`` in ``MODELS`` and its arguments. None is
+            called with the batch and whether it is for training. None is
             :class:`BaseDataPreprocessor`.
 
     Attributes:
         data_preprocessor: the module.
     """
 
-    def __init__(
-        self, data_preprocessor: nn.Module | Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, data_preprocessor: nn.Module | None = None) -> None:
         super().__init__()
-        preprocessor: Any = data_preprocessor
-        if preprocessor is None:
-            preprocessor = BaseDataPreprocessor()
-        elif isinstance(preprocessor, Mapping):
-            preprocessor = MODELS.build(preprocessor)
-        self.data_preprocessor = preprocessor
+        if data_preprocessor is None:
+            data_preprocessor = BaseDataPreprocessor()
+        self.data_preprocessor = data_preprocessor
 
     @abstractmethod
     def forward(
@@ -170,36 +158,18 @@ class BaseModel(nn.Module, ABC):
         )
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, Values]:
-        """The sum of the losses, and the values to log.
-
-        Every entry that has "loss" anywhere in its name is added up; the others, such as
-        an accuracy, are only logged.
+        """Split what the forward returned into the loss and the values to log.
 
         Args:
-            losses: by name a tensor, of which the mean is taken, or a list or tuple of
-                tensors, of which the means are added up.
+            losses: see :func:`hooktrain.model.losses.parse_losses`, which decides what is a loss.
 
         Returns:
-            The sum, and all values by name without gradient. The sum is first, as
-            ``loss``; if the model has an entry of that name beside other losses, it is
-            ``total_loss``.
-
-        Raises:
-            TypeError: if a value is something else.
-            ValueError: if no name has "loss" in it.
+            The loss to go backward from, and all values by name, without gradient; the loss comes
+            first, as ``total_loss``.
         """
-        values = {name: _mean(name, value) for name, value in losses.items()}
-        terms = [value for name, value in values.items() if is_loss(name)]
-        if not terms:
-            raise ValueError(
-                f"no loss has 'loss' in its name, such as 'loss_cls': {list(losses)}"
-            )
-        total_name = "loss"
-        if len(terms) > 1 and "loss" in values:
-            total_name = "total_loss"
-        total = reduce(torch.add, terms)
-        to_log = {total_name: total, **values}
-        return total, {name: value.detach() for name, value in to_log.items()}
+        loss, values = parse_losses(losses)
+        to_log = {"total_loss": loss, **values}
+        return loss, {name: value.detach() for name, value in to_log.items()}
 
 
 def init_weights_once(model: nn.Module) -> nn.Module:
@@ -208,15 +178,3 @@ def init_weights_once(model: nn.Module) -> nn.Module:
         model.init_weights()  # type: ignore[operator]
         model.is_init = True  # type: ignore[assignment]
     return model
-
-
-def _mean(name: str, value: Any) -> Tensor:
-    if isinstance(value, list | tuple) and value:
-        return reduce(torch.add, [_mean(name, part) for part in value])
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"
-        )
-    # What is counted, such as correct answers, may be whole numbers or booleans.
-    numbers = value if value.is_floating_point() else value.float()
-    return numbers.mean()

@@ -46,9 +46,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         self.broadcast_buffers = broadcast_buffers
 
 
-@MODEL_WRAPPERS.register_module(
-    ["StepDistributedDataParallel", "MMDistributedDataParallel"]
-)
+@MODEL_WRAPPERS.register_module()
 class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`hooktrain.model.BaseModel`.
 
@@ -101,9 +99,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         return self.module.test_step(data)
 
 
-@MODEL_WRAPPERS.register_module(
-    ["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel"]
-)
+@MODEL_WRAPPERS.register_module()
 class SeparateDistributedDataParallel(StepDistributedDataParallel):
     """DistributedDataParallel around each child of a model, with the model's own steps.
 

@@ -74,7 +74,7 @@ def wrappers() -> list[str]:
 
 
 def options() -> float:
-    mine = {"find_unused_parameters": True, "type": "MMDistributedDataParallel"}
+    mine = {"find_unused_parameters": True, "type": "StepDistributedDataParallel"}
     made = strategy(model_wrapper=mine)
     model = made.prepare(Regression())
     assert isinstance(model, StepDistributedDataParallel)

@@ -6,14 +6,10 @@ where that is installed; else it is an ImportError.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch import nn
-
-from hooktrain import model as models
-from hooktrain.checkpoint import load_checkpoint as load_weights
 from hooktrain.engine import *
 from hooktrain.model import *
 from hooktrain.solver import *
@@ -46,11 +42,18 @@ from hooktrain.compat.mmengine.hook import (
 from hooktrain.compat.mmengine.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.compat.mmengine.model import (
     BaseAveragedModel as BaseAveragedModel,
+    BaseDataPreprocessor as BaseDataPreprocessor,
+    BaseModel as BaseModel,
+    BaseModule as BaseModule,
     BatchNormXd as BatchNormXd,
     ExponentialMovingAverage as ExponentialMovingAverage,
     ImgDataPreprocessor as ImgDataPreprocessor,
     MMDistributedDataParallel as MMDistributedDataParallel,
+    MMSeparateDistributedDataParallel as MMSeparateDistributedDataParallel,
+    ModuleDict as ModuleDict,
+    ModuleList as ModuleList,
     MomentumAnnealingEMA as MomentumAnnealingEMA,
+    Sequential as Sequential,
     StochasticWeightAverage as StochasticWeightAverage,
     convert_sync_batchnorm as convert_sync_batchnorm,
     detect_anomalous_params as detect_anomalous_params,
@@ -78,7 +81,6 @@ from hooktrain.compat.mmengine.strategy import (
 from hooktrain.compat.peers import of_peers
 
 EpochBasedTrainLoop = _Runner  # what runner.train_loop is
-MMSeparateDistributedDataParallel = SeparateDistributedDataParallel
 
 # Where mmengine has the names that are not here.
 _MODULES = (
@@ -109,75 +111,6 @@ def __getattr__(name: str) -> Any:
         f"hooktrain has no {name!r}: docs/migrating.md says what takes its place, if anything "
         "does; or it comes from mmengine, where that is installed",
     )
-
-
-class BaseModule(nn.Module):
-    """A module whose children's ``init_weights`` are called by its own.
-
-    Args:
-        init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``; where
-            mmengine is installed any of its initialisers, or a list of such.
-        args: of the next base class.
-        kwargs: of the next base class.
-
-    Attributes:
-        is_init: whether weights were initialised or loaded. If not, trainers initialise them.
-    """
-
-    def __init__(self, init_cfg: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.init_cfg = init_cfg
-        self.is_init = False
-        self.register_load_state_dict_post_hook(_is_loaded)  # type: ignore[no-untyped-call]
-
-    def init_weights(self) -> None:
-        """Initialise as ``init_cfg`` says, then the children, then load what it names."""
-        configs = self.init_cfg or []
-        if isinstance(configs, Mapping):
-            configs = [configs]
-        # The type is a name or mmengine's class.
-        pretrained = [each for each in configs if "Pretrained" in str(each["type"])]
-        drawn = [each for each in configs if each not in pretrained]
-        if drawn:
-            otherwise = (
-                f"initialise weights in init_weights(), or install mmengine for {drawn}"
-            )
-            of_peers("initialize", ["mmengine.model"], otherwise)(self, drawn)
-        for child in self.children():
-            if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
-                child.init_weights()  # type: ignore[operator]
-        for each in pretrained:
-            prefix = each.get("prefix") or ""
-            load_weights(self, each["checkpoint"], prefix=prefix)
-        self.is_init = True
-
-
-def _is_loaded(module: Any, _: Any) -> None:
-    module.is_init = True
-
-
-class BaseModel(BaseModule, models.BaseModel):  # type: ignore[no-redef]
-    """:class:`hooktrain.model.BaseModel` with ``init_cfg`` and ``init_weights``."""
-
-    def __init__(self, data_preprocessor: Any = None, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg, data_preprocessor)
-
-
-class _Container(BaseModule):
-    def __init__(self, *args: Any, init_cfg: Any = None, **kwargs: Any) -> None:
-        super().__init__(init_cfg, *args, **kwargs)
-
-
-class Sequential(_Container, nn.Sequential):
-    """:class:`torch.nn.Sequential` as a :class:`BaseModule`."""
-
-
-class ModuleList(_Container, nn.ModuleList):
-    """:class:`torch.nn.ModuleList` as a :class:`BaseModule`."""
-
-
-class ModuleDict(_Container, nn.ModuleDict):
-    """:class:`torch.nn.ModuleDict` as a :class:`BaseModule`."""
 
 
 def get_dist_info(group: Any = None) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,10 +12,151 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hooktrain import model as models
-from hooktrain.model import BaseDataPreprocessor, StepDistributedDataParallel
+from hooktrain.checkpoint import load_checkpoint as load_weights
+from hooktrain.compat.peers import of_peers
+from hooktrain.model import SeparateDistributedDataParallel, StepDistributedDataParallel
+from hooktrain.utils.names import is_loss
 from hooktrain.utils.registry import MODEL_WRAPPERS, MODELS
 
 logger = logging.getLogger(__name__)
+
+
+class BaseModule(nn.Module):
+    """A module whose children's ``init_weights`` are called by its own.
+
+    Args:
+        init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``; where
+            mmengine is installed any of its initialisers, or a list of such.
+        args: of the next base class.
+        kwargs: of the next base class.
+
+    Attributes:
+        is_init: whether weights were initialised or loaded. If not, trainers initialise them.
+    """
+
+    def __init__(self, init_cfg: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.init_cfg = init_cfg
+        self.is_init = False
+        self.register_load_state_dict_post_hook(_is_loaded)  # type: ignore[no-untyped-call]
+
+    def init_weights(self) -> None:
+        """Initialise as ``init_cfg`` says, then the children, then load what it names."""
+        configs = self.init_cfg or []
+        if isinstance(configs, Mapping):
+            configs = [configs]
+        # The type is a name or mmengine's class.
+        pretrained = [each for each in configs if "Pretrained" in str(each["type"])]
+        drawn = [each for each in configs if each not in pretrained]
+        if drawn:
+            otherwise = (
+                f"initialise weights in init_weights(), or install mmengine for {drawn}"
+            )
+            of_peers("initialize", ["mmengine.model"], otherwise)(self, drawn)
+        for child in self.children():
+            if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
+                child.init_weights()  # type: ignore[operator]
+        for each in pretrained:
+            prefix = each.get("prefix") or ""
+            load_weights(self, each["checkpoint"], prefix=prefix)
+        self.is_init = True
+
+
+def _is_loaded(module: Any, _: Any) -> None:
+    module.is_init = True
+
+
+class BaseModel(BaseModule, models.BaseModel):
+    """:class:`hooktrain.model.BaseModel` as MMEngine has it.
+
+    Args:
+        data_preprocessor: a module, or a dict with its ``type`` in ``MODELS`` and its arguments.
+            None is :class:`BaseDataPreprocessor`.
+        init_cfg: see :class:`BaseModule`.
+    """
+
+    def __init__(
+        self,
+        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
+        init_cfg: Any = None,
+    ) -> None:
+        if data_preprocessor is None:
+            data_preprocessor = BaseDataPreprocessor()
+        elif isinstance(data_preprocessor, Mapping):
+            data_preprocessor = MODELS.build(data_preprocessor)
+        super().__init__(init_cfg, data_preprocessor)
+
+    def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the losses, and the values to log, by MMEngine's rule.
+
+        Every entry that has "loss" anywhere in its name is added up. The others, such as an
+        accuracy, are only logged.
+
+        Args:
+            losses: by name a tensor, of which the mean is taken, or a list or tuple of tensors, of
+                which the means are added up.
+
+        Returns:
+            The sum, and all values by name without gradient. The sum comes first, as ``loss``. If
+            the model has an entry of that name beside other losses, it is ``total_loss``.
+
+        Raises:
+            TypeError: if a value is something else.
+            ValueError: if no name has "loss" in it.
+        """
+        values = {name: _mean(name, value) for name, value in losses.items()}
+        terms = [value for name, value in values.items() if is_loss(name)]
+        if not terms:
+            raise ValueError(
+                f"no loss has 'loss' in its name, such as 'loss_cls': {list(losses)}"
+            )
+        total_name = "loss"
+        if len(terms) > 1 and "loss" in values:
+            total_name = "total_loss"
+        total = reduce(torch.add, terms)
+        to_log = {total_name: total, **values}
+        return total, {name: value.detach() for name, value in to_log.items()}
+
+
+def _mean(name: str, value: Any) -> Tensor:
+    if isinstance(value, list | tuple) and value:
+        return reduce(torch.add, [_mean(name, part) for part in value])
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"
+        )
+    # What is counted, such as correct answers, may be whole numbers or booleans.
+    numbers = value if value.is_floating_point() else value.float()
+    return numbers.mean()
+
+
+class _Container(BaseModule):
+    def __init__(self, *args: Any, init_cfg: Any = None, **kwargs: Any) -> None:
+        super().__init__(init_cfg, *args, **kwargs)
+
+
+class Sequential(_Container, nn.Sequential):
+    """:class:`torch.nn.Sequential` as a :class:`BaseModule`."""
+
+
+class ModuleList(_Container, nn.ModuleList):
+    """:class:`torch.nn.ModuleList` as a :class:`BaseModule`."""
+
+
+class ModuleDict(_Container, nn.ModuleDict):
+    """:class:`torch.nn.ModuleDict` as a :class:`BaseModule`."""
+
+
+@MODELS.register_module()
+class BaseDataPreprocessor(models.BaseDataPreprocessor):
+    """:class:`hooktrain.model.BaseDataPreprocessor` with MMEngine's argument.
+
+    Args:
+        non_blocking: is ignored: a copy from pinned memory never blocks.
+    """
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        super().__init__()
 
 
 @MODELS.register_module()
@@ -176,7 +318,7 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     return missed
 
 
-@MODEL_WRAPPERS.register_module(force=True)
+@MODEL_WRAPPERS.register_module()
 class MMDistributedDataParallel(StepDistributedDataParallel):
     """:class:`hooktrain.model.StepDistributedDataParallel` with MMEngine's option.
 
@@ -199,6 +341,11 @@ class MMDistributedDataParallel(StepDistributedDataParallel):
         if self.detect_anomalous_params:
             detect_anomalous_params(loss, self.module)
         return loss, values
+
+
+@MODEL_WRAPPERS.register_module()
+class MMSeparateDistributedDataParallel(SeparateDistributedDataParallel):
+    """:class:`hooktrain.model.SeparateDistributedDataParallel` under MMEngine's name."""
 
 
 class BaseAveragedModel(models.BaseAveragedModel):
@@ -246,17 +393,17 @@ class BaseAveragedModel(models.BaseAveragedModel):
                 self.avg_func(average, weight, self._steps)
 
 
-@MODELS.register_module(force=True)
+@MODELS.register_module()
 class ExponentialMovingAverage(BaseAveragedModel, models.ExponentialMovingAverage):
     """:class:`hooktrain.model.ExponentialMovingAverage` for MMEngine's subclasses."""
 
 
-@MODELS.register_module(force=True)
+@MODELS.register_module()
 class StochasticWeightAverage(BaseAveragedModel, models.StochasticWeightAverage):
     """:class:`hooktrain.model.StochasticWeightAverage` for MMEngine's subclasses."""
 
 
-@MODELS.register_module(force=True)
+@MODELS.register_module()
 class MomentumAnnealingEMA(ExponentialMovingAverage):
     """An exponential moving average that forgets fast at first, then more slowly.
 

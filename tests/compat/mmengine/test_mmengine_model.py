@@ -15,6 +15,8 @@ from equality import assert_equal
 from gloo import run_ranks
 from hooktrain.compat import mmengine
 from hooktrain.compat.mmengine import (
+    BaseDataPreprocessor,
+    BaseModel,
     BatchNormXd,
     ImgDataPreprocessor,
     MMDistributedDataParallel,
@@ -22,7 +24,6 @@ from hooktrain.compat.mmengine import (
     detect_anomalous_params,
     revert_sync_batchnorm,
 )
-from hooktrain.model import BaseModel
 from hooktrain.solver import OptimWrapper
 
 with warnings.catch_warnings():
@@ -190,6 +191,77 @@ class Own(BaseModel):
 
     def forward(self, x: Tensor, mode: str = "loss") -> Any:  # type: ignore[override]
         return {"loss": self.net(x)[0].sum()}
+
+
+T = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        # Means, and sums of means; "loss" anywhere in the name.
+        (
+            {"loss_a": T([1.0, 3.0]), "aux_loss": [T([[2.0], [4.0]]), T(5.0)]},
+            {"loss": 10.0, "loss_a": 2.0, "aux_loss": 8.0},
+        ),
+        (
+            {"losses": (T(0.5),), "accuracy": T([0.0, 1.0])},
+            {"loss": 0.5, "losses": 0.5, "accuracy": 0.5},
+        ),
+        # A model's own "loss" beside others does not hide the sum; alone it is the sum.
+        (
+            {"loss_b": T(2.0), "loss": T(1.0)},
+            {"total_loss": 3.0, "loss_b": 2.0, "loss": 1.0},
+        ),
+        ({"accuracy": T(0.5), "loss": T(2.0)}, {"loss": 2.0, "accuracy": 0.5}),
+        # What is counted in whole numbers.
+        ({"loss": T(1.0), "correct": T([True, False])}, {"loss": 1.0, "correct": 0.5}),
+    ],
+)
+def test_means_of_losses_are_added_up(
+    losses: dict[str, Any], expected: dict[str, float]
+) -> None:
+    total, values = Own().parse_losses(losses)
+    assert {name: value.item() for name, value in values.items()} == expected
+    first = next(iter(values))
+    assert first == next(iter(expected))
+    assert total.item() == expected[first]
+
+
+@pytest.mark.parametrize("wrong", [3.0, None, [], [T(1.0), 2.0], {"a": T(1.0)}])
+def test_a_loss_that_is_no_tensor_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="'loss_a' must be a tensor or a list"):
+        Own().parse_losses({"loss_b": T(1.0), "loss_a": wrong})
+
+
+def test_values_without_a_loss_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'loss' in its name.*\['ce', 'acc'\]"):
+        Own().parse_losses({"ce": T(1.0), "acc": T(1.0)})
+
+
+def test_a_step_logs_what_parse_losses_of_the_model_gives() -> None:
+    class Halved(Own):
+        def parse_losses(self, losses: Any) -> Any:
+            return super().parse_losses({"loss": losses["loss"] / 2})
+
+    values = []
+    for kind in (Own, Halved):
+        torch.manual_seed(0)
+        model = kind()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        values.append(model.train_step([torch.ones(1, 2)], OptimWrapper(optimizer)))
+    assert [list(each) for each in values] == [["loss"], ["loss"]]
+    assert torch.equal(values[1]["loss"], values[0]["loss"] / 2)
+
+
+def test_a_preprocessor_may_be_built_from_a_dict() -> None:
+    class Given(BaseModel):
+        def forward(self, inputs: Any, data_samples: Any = None, mode: str = "") -> Any:
+            return inputs
+
+    cfg = {"type": "BaseDataPreprocessor", "non_blocking": True}
+    for given in (cfg, None):
+        assert type(Given(given).data_preprocessor) is BaseDataPreprocessor
 
 
 def logged_by_a_step() -> list[str]:

@@ -9,7 +9,6 @@ from torch import nn
 
 from hooktrain.compat import mmengine as compat
 from hooktrain.compat.mmengine import build_optim_wrapper, registry
-from hooktrain.model import BaseModel
 from hooktrain.solver import OptimWrapper
 from mmengine_toys import without_mmengine
 from toys import LinearLoss
@@ -25,7 +24,7 @@ class OtherNet(Net):
     pass
 
 
-class Model(BaseModel):
+class Model(compat.BaseModel):
     def forward(self, inputs: Any, data_samples: Any = None, mode: str = "") -> Any:
         return inputs
 
