@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.compat.detectron2 import PeriodicCheckpointer, comm
+from hooktrain.compat.detectron2 import PeriodicCheckpointer, TrainerBase, comm
 from hooktrain.config import ConfigDict
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.samplers import TrainingSampler
 from hooktrain.demos import DigitsCNN, DigitsDataset
 from hooktrain.engine import (
     SimpleTrainer,
-    TrainerBase,
     default_argument_parser,
     default_hooks,
     default_setup,

@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,14 +23,16 @@ import torch
 
 import hooktrain
 from hooktrain.checkpoint import Checkpointer, load_model_state
-from hooktrain.config import LazyConfig
+from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
-    DefaultTrainer,
     HookBase,
+    build_trainer,
     default_argument_parser,
     default_setup,
+    hooks,
     launch,
 )
+from hooktrain.engine.build import evaluate, prepare_model
 from hooktrain.evaluation import print_csv_format, verify_results
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
@@ -72,25 +73,34 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     default_setup(cfg, args)
     if args.eval_only:
-        return evaluate(cfg, args.resume, args.best)
-    trainer = DefaultTrainer(cfg)
+        return evaluate_checkpoint(cfg, args.resume, args.best)
+    # To change a part of the trainer, write the lines of build_trainer here, with yours among them.
+    trainer = build_trainer(cfg)
     logger.debug("Hooks:\n%s", trainer.describe_hooks())
-    # torchrun's --max-restarts goes on by itself.
-    trainer.resume_or_load(resume=args.resume or restart_count() > 0)
-    results = trainer.train()
-    expected = cfg.train.get("expected_results")
-    if expected and comm.is_main_process():
-        verify_results(expected, results)
+    trainer.checkpointer.resume_or_load(
+        cfg.train.init_checkpoint,
+        resume=args.resume or restart_count() > 0,  # after a restart by torchrun too
+        checkpointables=cfg.train.resume_parts,
+    )
+    trainer.train(max_iter=cfg.train.max_iter)
+    results = last_results(trainer)
+    if cfg.train.expected_results and comm.is_main_process():
+        verify_results(cfg.train.expected_results, results)
     return results
 
 
-def evaluate(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
+def last_results(trainer: Any) -> dict[str, Any]:
+    """What the last evaluation of a run returned."""
+    results = {}
+    for hook in trainer.hooks:
+        if isinstance(hook, hooks.EvalHook):
+            results = hook.last_results
+    return results
+
+
+def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     """Evaluate the best or the last checkpoint, or initial weights; return the results."""
-    strategy = DefaultTrainer.build_strategy(cfg)
-    initialised = {"init_weights_for_test_or_val": False}
-    model = strategy.prepare(
-        lambda: DefaultTrainer.build_model(cfg), dispatch_kwargs=initialised
-    )
+    _, model = prepare_model(cfg)
     checkpointer = Checkpointer(model, cfg.train.output_dir)
     if best:
         load_best(checkpointer)
@@ -103,7 +113,7 @@ def evaluate(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
                 "Evaluating initial weights: no --resume, or nothing to resume from"
             )
         checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
-    results = DefaultTrainer.test(cfg, model)
+    results = evaluate(cfg, model)
     print_csv_format(results)
     return results
 
@@ -135,20 +145,9 @@ def load_whole(checkpointer: Checkpointer, path: str | Path) -> dict[str, Any]:
     return content
 
 
-class DryTrainer(DefaultTrainer):
-    """Evaluates two batches, and sums nothing up."""
-
-    def build_hooks(self) -> list[HookBase | None]:
-        """The usual ones but for the last."""
-        return super().build_hooks()[:-1]
-
-    @classmethod
-    def build_test_loader(cls, cfg: Any) -> Any:
-        """The first two batches of the usual loader, or of each of several."""
-        loader = super().build_test_loader(cfg)
-        if isinstance(loader, Mapping):
-            return {name: list(islice(each, 2)) for name, each in loader.items()}
-        return None if loader is None else list(islice(loader, 2))
+def first_batches(loader: Any) -> list[Any]:
+    """The first two batches of a loader."""
+    return list(islice(loader, 2))
 
 
 class Clock(HookBase):
@@ -174,16 +173,22 @@ def dry_run(cfg: Any) -> None:
     folder that is removed at the end. The weights are those that a new run begins with.
 
     Args:
-        cfg: the configuration; its ``train.output_dir`` is changed.
+        cfg: the configuration; its ``train.output_dir`` and its test data are changed.
     """
+    test = cfg.dataloader.get("test")
+    if test is not None and "_target_" in test:
+        cfg.dataloader.test = LazyCall(first_batches)(loader=test)
+    elif test is not None:  # several by name
+        for name in test:
+            test[name] = LazyCall(first_batches)(loader=test[name])
+    clock = Clock()
     with TemporaryDirectory() as folder:
         cfg.train.output_dir = comm.broadcast(folder)
-        trainer = DryTrainer(cfg)
-        length = trainer.max_iter
-        clock = Clock()
+        trainer = build_trainer(cfg)
+        length = cfg.train.max_iter
         # First, since the time of other hooks' after_step is not that of a step.
         trainer.register_hooks([clock], before=HookBase)
-        trainer.resume_or_load(resume=False)
+        trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=False)
         trainer.train(max_iter=min(2, length))
         # The folder of the main process goes, and others may be writing in it.
         comm.synchronize()

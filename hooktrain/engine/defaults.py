@@ -1,24 +1,25 @@
-"""What most training scripts share: arguments, set-up, and by detectron2's path the rest."""
+"""What most training scripts share: arguments, set-up, writers and hooks."""
 
 import argparse
 import difflib
 import json
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hooktrain import events
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import set_folder_aside
 from hooktrain.config import ConfigDict, LazyConfig, resolve
-from hooktrain.engine.default_trainer import (
-    DefaultTrainer as DefaultTrainer,
-    default_hooks as default_hooks,
-    default_writers as default_writers,
-)
+from hooktrain.engine import hooks
+from hooktrain.events import EventWriter
 from hooktrain.strategy import wrap_in_ddp
 from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
@@ -208,3 +209,87 @@ def _log_changes(before: str, now: str) -> None:
     changes = "\n".join(lines)
     if before and changes:
         logger.info("The configuration has changed:\n%s", changes)
+
+
+def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
+    """Writers to the console, to ``metrics.json`` and to TensorBoard.
+
+    The last one is left out where ``tensorboard`` is not installed.
+
+    Args:
+        output_dir: the folder to write to; the first write makes it.
+        max_iter: see :class:`hooktrain.events.CommonMetricPrinter`.
+
+    Raises:
+        ValueError: if ``output_dir`` is empty, or an address such as ``s3://...``.
+    """
+    if not output_dir:
+        raise ValueError("output_dir is empty: give a folder, such as './output'")
+    output_dir = on_disk(output_dir)
+    metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
+    writers: list[EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
+    if find_spec("tensorboard") is not None:
+        writers.append(events.TensorboardXWriter(output_dir))
+    return writers
+
+
+def default_hooks(
+    *,
+    scheduler: Any = None,
+    checkpointer: Checkpointer,
+    checkpoint_period: int | str,
+    max_to_keep: int | None = None,
+    eval_function: Callable[[], Mapping[str, Any] | None] | None = None,
+    eval_period: int | str = 0,
+    best_metric: str | None = None,
+    best_mode: str | None = None,
+    best_ema: hooks.EMA | None = None,
+    writers: Sequence[EventWriter] = (),
+    log_period: int | str = 20,
+    watchdog_s: float = 0,
+) -> list[hooks.HookBase]:
+    """The usual hooks in the order that makes resuming exact.
+
+    Evaluate, then write, then save: a checkpoint then holds what happened up to it, and the
+    metric files are complete up to it. Last come those that end a run before its time, and what
+    sums it up.
+
+    Args:
+        scheduler: see :class:`hooktrain.engine.hooks.LRScheduler`; or such a hook. Without any the
+            rate is only recorded.
+        checkpointer: what saves.
+        checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
+        max_to_keep: how many periodic checkpoints to keep; None keeps all.
+        eval_function: see :class:`hooktrain.engine.hooks.EvalHook`; None never evaluates.
+        eval_period: 0 evaluates at the end only.
+        best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
+        best_mode: whether its ``"max"`` or ``"min"`` is best; see
+            :class:`hooktrain.engine.hooks.BestCheckpointer`.
+        best_ema: the average whose weights ``model_best.pth`` holds; None saves the raw
+            ones.
+        writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`.
+        log_period: of the writers.
+        watchdog_s: see :class:`hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
+    """
+    if not isinstance(scheduler, hooks.LRScheduler):
+        scheduler = hooks.LRScheduler(scheduler=scheduler or [])
+    found: list[hooks.HookBase] = [hooks.IterationTimer(), scheduler]
+    if eval_function is not None:
+        found.append(hooks.EvalHook(eval_period, eval_function))
+        if best_metric is not None:
+            found.append(
+                hooks.BestCheckpointer(
+                    eval_period, checkpointer, best_metric, best_mode, ema=best_ema
+                )
+            )
+    found += [
+        hooks.PeriodicWriter(writers, period=log_period),
+        hooks.PeriodicCheckpointer(
+            checkpointer, checkpoint_period, max_to_keep=max_to_keep
+        ),
+        hooks.Preemption(checkpointer),
+    ]
+    if watchdog_s > 0:
+        found.append(hooks.Watchdog(watchdog_s))
+    found.append(hooks.RunSummary(checkpointer.save_dir))
+    return found

@@ -102,24 +102,24 @@ class LossRecorder:
             self._storage.put_scalar("rank_data_time", data_time, True, iteration)
             self._data_times[iteration] = data_time
 
-    def exchange(self, finished: int, asks: bool) -> int:
+    def exchange(self, finished: int, stop_requested: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
         Two collectives: a maximum, in :meth:`_agree`, and a sum.
 
         Args:
             finished: the number of finished iterations.
-            asks: whether this rank asks for something.
+            stop_requested: whether a stop was requested on this rank.
 
         Returns:
-            The highest rank that asks, or -1.
+            The highest rank on which a stop was requested, or -1.
         """
         first = self._exchanged
         waiting = self._waiting.histories()
         times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        asking, slowest = self._agree(list(waiting), times, asks)
+        stopping, slowest = self._agree(list(waiting), times, stop_requested)
         # The sums of the values, and how many there are.
         sums = np.zeros((finished - first, len(self._columns), 2))
         for name, history in waiting.items():
@@ -134,21 +134,22 @@ class LossRecorder:
         for i, seconds in enumerate(slowest, first):
             if seconds >= 0:
                 self._storage.put_scalar("data_time", seconds, cur_iter=i)
-        return asking
+        return stopping
 
     def _agree(
-        self, names: list[str], times: list[float], asks: bool
+        self, names: list[str], times: list[float], stop_requested: bool
     ) -> tuple[int, list[float]]:
-        """Learn all ranks' names; return who asks, and the slowest times.
+        """Learn the names that all ranks use, who requests a stop, and the slowest times.
 
-        By the maximum a rank says that it has new names, and then broadcasts them.
+        Each rank puts its number into a maximum if it has names that the others do not know.
+        The highest of these ranks broadcasts its names, until no rank has new ones.
         """
         rank = comm.get_rank()
         while True:
             new = [name for name in names if name not in self._columns]
             has_new = rank if new else -1
-            asking = rank if asks else -1
-            largest = torch.tensor([has_new, asking, *times], dtype=torch.float64)
+            stopping = rank if stop_requested else -1
+            largest = torch.tensor([has_new, stopping, *times], dtype=torch.float64)
             comm.all_reduce(largest, dist.ReduceOp.MAX)
             speaker, highest, *slowest = largest.tolist()
             if speaker < 0:

@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -19,15 +19,12 @@ from hooktrain.utils.names import as_list
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
 
-# The parts of a trainer's state.
-STATE_PARTS = frozenset({"iteration", "hooks", "storage", "seed", "optimizer", "data"})
-
-# What a run takes from the main process.
+# All ranks take these attributes from the main process when a run begins.
 _SHARED = ("seed", "max_iter", "sync_period", "epoch_length")
 
 State: TypeAlias = Mapping[str, Any]
-# Of a hook among others: that object, its class or its key.
-Place: TypeAlias = "HookBase | type[HookBase] | str | None"
+# Names a registered hook: the object, its class, or its key.
+HookReference: TypeAlias = "HookBase | type[HookBase] | str | None"
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +88,8 @@ class TrainerBase:
 
     Each iteration seeds the random generators from the seed, its number and the rank.
 
-    A trainer inside may make the steps, with the hooks and storage of the outer one: assign
-    it to ``self._trainer`` in the constructor, and let ``run_step`` do
-    ``self._trainer.iter = self.iter; self._trainer.run_step()``.
+    A subclass that has something to do at the events of a run overrides them and calls
+    ``super()``: they are those of the hooks, under the same names.
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
@@ -109,7 +105,12 @@ class TrainerBase:
         stop_reason: why the run ends early, once all ranks know.
         sync_period: the iterations between two exchanges of the ranks.
         meta: plain values for every checkpoint, such as the configuration.
+        state_parts: the parts of the state that can be loaded alone.
     """
+
+    state_parts: ClassVar[frozenset[str]] = frozenset(
+        {"iteration", "hooks", "storage", "seed"}
+    )
 
     iter: int = 0
     done: int = 0
@@ -120,11 +121,10 @@ class TrainerBase:
     seed: int | None = None
     stop_reason: str | None = None
     sync_period: int = 20
-    _trainer: Any = None  # the trainer inside that makes the steps
-    _outer: Any = None  # the trainer around this one
     # The hooks whose before_train was called; None while nothing runs.
     _begun: list[HookBase] | None = None
     _broke_off = False  # inside an iteration
+    _is_checked = False  # all is finite in this iteration, as every rank knows
     _stop_request: str | None = None
     _late_error: BaseException | None = None
 
@@ -189,11 +189,6 @@ class TrainerBase:
             self.succeeded = True
             self.after_train()
 
-    @property
-    def fit(self) -> NoReturn:
-        """Other trainers' name of :meth:`train`: an AttributeError."""
-        raise AttributeError("no 'fit' here: call train(max_iter=...)")
-
     def _run_iterations(self) -> None:
         self.synchronize()  # a hook may have asked for a stop
         self._broke_off = True  # until the end
@@ -226,19 +221,13 @@ class TrainerBase:
         self._late_error = None
         self.done = self.start_iter
         self._losses = LossRecorder(self.storage, self.start_iter)
-        self.sync_period = self._steps.sync_period
-        self.epoch_length = self.epoch_length or self._steps.epoch_length
         self._agree()
         self.storage.iter = self.iter
         self.storage.trainer = weakref.proxy(self)
-        if self._trainer is not None:
-            self._share_with(self._trainer)
-        self._steps.preflight()
         self._begun = []
         for hook in self._hooks:
             hook.before_train()
             self._begun.append(hook)
-        self._steps.begin_steps()
         self.succeeded = self.start_iter >= self.max_iter
 
     def _agree(self) -> None:
@@ -256,16 +245,11 @@ class TrainerBase:
             if hook.needs_every_rank and not hook.on_every_rank:
                 raise RuntimeError(f"register {name} on every rank, or on none")
 
-    def _share_with(self, inner: Any) -> None:
-        inner._outer = weakref.proxy(self)
-        inner._losses = self._losses
-        for name in ("storage", "iter", "start_iter", "max_iter"):
-            setattr(inner, name, getattr(self, name))
-
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks."""
         assert self.seed is not None
         seed_step(self.seed, self.iter, self._rank)
+        self._is_checked = False
         self.storage.iter = self.iter
         for hook in self._hooks:
             hook.before_step()
@@ -278,15 +262,12 @@ class TrainerBase:
         """Call the hooks between backward and update."""
         for hook in self._hooks:
             hook.after_backward()
-        if self._outer is not None:
-            self._outer.after_backward()
 
     def after_step(self) -> None:
         """Exchange metrics where a period ends, then call the hooks."""
         self.done = self.iter + 1
         if self.done % self.sync_period == 0 or self.is_last:
             self.synchronize()
-            self._steps.end_period()
         for hook in self._hooks:
             hook.after_step()
         if self._late_error is not None:
@@ -301,7 +282,6 @@ class TrainerBase:
         if self.succeeded:
             self.iter = self.max_iter
         self.storage.iter = self.iter
-        self._steps.end_steps(self.succeeded)
         begun = self._begun or []
         self._begun = None
         first: BaseException | None = None
@@ -344,59 +324,36 @@ class TrainerBase:
     def synchronize(self) -> None:
         """Exchange metrics and requests, and check the losses. A collective."""
         if comm.get_world_size() > 1:
-            asks = self._stop_request is not None
-            rank = self._losses.exchange(self.done, asks)
+            rank = self._losses.exchange(self.done, self._stop_request is not None)
             if rank >= 0 and self.stop_reason is None:
                 self.stop_reason = comm.broadcast(self._stop_request, rank)
                 logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
         self._losses.check(self.done)
 
     def prepare_save(self) -> None:
-        """Raise the errors of :meth:`state_dict` on every rank, before a save. A collective."""
+        """Check that all is finite, on every rank, before a save. A collective.
+
+        :meth:`state_dict` does not look again in this iteration.
+
+        Raises:
+            FloatingPointError: on every rank, if a loss or a weight of any rank is not finite.
+        """
         if comm.get_world_size() > 1:
             self.synchronize()
-            on_all_ranks(self._check_finite)
+        on_all_ranks(self.check_finite)
+        self._is_checked = True
 
-    def _check_finite(self) -> None:
+    def check_finite(self) -> None:
+        """Raise a FloatingPointError for losses that are not finite. No collective.
+
+        A subclass adds what else must not be saved.
+        """
         self._losses.check(self.done)
-        self._steps.check_weights()
-
-    # What a trainer with steps of its own overrides.
-
-    @property
-    def _steps(self) -> Any:
-        """The trainer that makes the steps."""
-        return self if self._trainer is None else self._trainer
-
-    def preflight(self) -> None:
-        """Refuse a senseless run, before the hooks begin."""
-
-    def begin_steps(self) -> None:
-        """Get ready for the first step, when the hooks have begun."""
-
-    def end_period(self) -> None:
-        """Look back, after an exchange."""
-
-    def end_steps(self, succeeded: bool) -> None:
-        """Undo :meth:`begin_steps`, before the hooks end."""
 
     @property
     def can_save(self) -> bool:
         """Whether a checkpoint would now hold all that a run needs."""
-        return self._trainer is None or self._trainer.can_save
-
-    def check_weights(self) -> None:
-        """Refuse to save weights that are not finite."""
-
-    def step_state_dict(self) -> dict[str, Any]:
-        """The state of the steps: optimizer and position in the data."""
-        return {}
-
-    def check_step_state(self, state: State, parts: Collection[str]) -> None:
-        """Refuse what :meth:`load_step_state` could not load."""
-
-    def load_step_state(self, state: State, parts: Collection[str]) -> None:
-        """Load the chosen parts of what :meth:`step_state_dict` returned."""
+        return True
 
     # The state.
 
@@ -408,7 +365,9 @@ class TrainerBase:
         Raises:
             FloatingPointError: if a loss was not finite, or weights are not.
         """
-        self._check_finite()
+        if not self._is_checked:
+            self.check_finite()
+        self._is_checked = False
         hooks = {}
         for key, hook in self._named_hooks().items():
             state = hook.state_dict()
@@ -428,22 +387,19 @@ class TrainerBase:
             "storage": self.storage.state_dict(),
             "seed": self.seed,
             "meta": {**self.meta, **meta},
-            **self._steps.step_state_dict(),
         }
 
     def check_state_dict(
-        self, state_dict: State, *, only: Collection[str] = STATE_PARTS
+        self, state_dict: State, *, only: Collection[str] | None = None
     ) -> None:
         """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown part, a hook that is not registered, or another
-                optimizer or data.
+            ValueError: for an unknown part, or a hook that is not registered.
         """
-        if not STATE_PARTS.issuperset(only):
-            raise ValueError(f"only={only!r}: there is {sorted(STATE_PARTS)}")
+        parts = self._chosen(only)
         # Other ranks than the main process may have fewer hooks.
-        if "hooks" in only and comm.is_main_process():
+        if "hooks" in parts and comm.is_main_process():
             hooks = self._named_hooks()
             lost = [key for key in state_dict.get("hooks", {}) if key not in hooks]
             if lost:
@@ -451,25 +407,33 @@ class TrainerBase:
                     f"the checkpoint has state of hooks that are not registered: {lost}; "
                     f"there are {list(hooks)}. Register them, or load other parts only"
                 )
-        self._steps.check_step_state(_flat(state_dict), only)
+
+    def _chosen(self, only: Collection[str] | None) -> frozenset[str]:
+        """The parts of the state to load."""
+        parts = self.state_parts if only is None else frozenset(only)
+        if not self.state_parts.issuperset(parts):
+            raise ValueError(f"only={only!r}: there is {sorted(self.state_parts)}")
+        return parts
 
     def load_state_dict(
-        self, state_dict: State, *, only: Collection[str] = STATE_PARTS
+        self, state_dict: State, *, only: Collection[str] | None = None
     ) -> None:
         """Load what :meth:`state_dict` returned, so that ``train`` goes on after it.
 
         Args:
-            state_dict: the state, or that of detectron2's trainers. What it lacks stays.
-            only: the parts to load. Without ``"hooks"`` schedules begin anew.
+            state_dict: the state, or that of detectron2's trainers. Missing parts are left
+                unchanged.
+            only: the parts to load, of :attr:`state_parts`; None loads all of them. Without
+                ``"hooks"`` schedules begin anew.
 
         Raises:
             ValueError: as :meth:`check_state_dict`, before anything is changed.
         """
         self.check_state_dict(state_dict, only=only)
-        self._steps.load_step_state(_flat(state_dict), only)
-        if "hooks" in only:
+        parts = self._chosen(only)
+        if "hooks" in parts:
             self._load_hooks(state_dict.get("hooks", {}))
-        there = state_dict.keys() & only
+        there = state_dict.keys() & parts
         if "iteration" in there:
             self.iter = int(state_dict["iteration"])
             self.done = self.iter + 1
@@ -489,12 +453,17 @@ class TrainerBase:
 
     # The list of hooks.
 
+    @property
+    def hooks(self) -> tuple[HookBase, ...]:
+        """The registered hooks, in the order in which they run."""
+        return tuple(self._hooks)
+
     def register_hooks(
         self,
         hooks: Iterable[HookBase | None],
         *,
-        before: Place = None,
-        after: Place = None,
+        before: HookReference = None,
+        after: HookReference = None,
     ) -> None:
         """Add hooks, to run in this order. During a run their ``before_train`` is called.
 
@@ -532,7 +501,7 @@ class TrainerBase:
                 hook.before_train()
                 self._begun.append(hook)
 
-    def _indices(self, wanted: Place) -> list[int]:
+    def _indices(self, wanted: HookReference) -> list[int]:
         """Where this hook is, or those of this class or key."""
         named = self._named_hooks()
         found = []
@@ -565,8 +534,3 @@ class TrainerBase:
                     own.append(event)
             lines.append(f"{key}: {', '.join(own)}")
         return "\n".join(lines)
-
-
-def _flat(state_dict: State) -> dict[str, Any]:
-    """The state without the nesting of detectron2's DefaultTrainer."""
-    return {**state_dict.get("_trainer", {}), **state_dict}

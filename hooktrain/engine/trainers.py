@@ -1,9 +1,11 @@
-"""Trainers with a step, for models that return losses."""
+"""Trainers with a step: one update of a model, by its losses or by a step of its own."""
 
+import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from operator import length_hint
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,13 @@ from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model
-from hooktrain.solver import as_optim_wrapper
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
+
+logger = logging.getLogger(__name__)
 
 
 class ModelTrainer(TrainerBase):
@@ -39,13 +43,20 @@ class ModelTrainer(TrainerBase):
     Attributes:
         optim_wrapper: the wrapper; ``optimizer`` is the torch optimizer inside it.
         updating: in ``after_backward``, the wrapper whose update comes next.
+        checkpointer: what saves and loads this trainer, if :func:`hooktrain.engine.build_trainer`
+            has made it; else None.
 
     Raises:
         TypeError: for another model or optimizer.
         ValueError: for a period below 1.
     """
 
+    state_parts: ClassVar[frozenset[str]] = TrainerBase.state_parts | {
+        "optimizer",
+        "data",
+    }
     optim_wrapper: Any  # an OptimWrapper or OptimWrapperDict
+    checkpointer: Any = None
 
     def __init__(
         self,
@@ -73,8 +84,10 @@ class ModelTrainer(TrainerBase):
         self.data_loader = data_loader
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
-        # Such as masks: what is not finite when the run begins.
+        # What was infinite or NaN when the run began, such as masks; None before any run.
         self._not_finite_before: set[str] | None = None
+        # The versions of the parameters when the run began, by the names of their optimizers.
+        self._first_versions: dict[str, list[int]] = {}
 
     @property
     def batches_per_step(self) -> int:
@@ -111,25 +124,30 @@ class ModelTrainer(TrainerBase):
         """Bring a batch to the model's device. Override it to do more."""
         return self._move(data)
 
-    def preflight(self) -> None:
-        """See that model and optimizers belong together."""
+    def before_train(self) -> None:
+        """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
-
-    def begin_steps(self) -> None:
-        """Note how things are at first. Start the loader, which may draw random numbers."""
+        super().before_train()
         self._move = mover_to(self.model)  # which may have moved since the last run
         self._not_finite_before = non_finite(self.model.state_dict())
+        wrappers = wrappers_by_name(self.optim_wrapper)
+        self._first_versions = {name: versions(each) for name, each in wrappers.items()}
         if self.start_iter < self.max_iter:
+            # Last, since a loader may draw random numbers.
             self._data_loader_iter.start()
-        wrappers = wrappers_by_name(self.optim_wrapper)
-        self._at_first = {name: versions(each) for name, each in wrappers.items()}
 
-    def end_period(self) -> None:
-        """Name an optimizer that was idle in the first period."""
+    def after_step(self) -> None:
+        """Exchange metrics and call the hooks; after the first period name idle optimizers."""
+        super().after_step()
+        if self.done % self.sync_period == 0 or self.is_last:
+            self._name_idle_optimizers()
+
+    def _name_idle_optimizers(self) -> None:
+        """Warn of optimizers that made no step so far. Once a run."""
         wrappers = wrappers_by_name(self.optim_wrapper)
-        for name, before in self._at_first.items():
+        for name, before in self._first_versions.items():
             warn_of_idle(wrappers[name], name, before)
-        self._at_first = {}
+        self._first_versions = {}
 
     def _check_mode(self) -> None:
         if not self.model.training:
@@ -137,8 +155,9 @@ class ModelTrainer(TrainerBase):
                 "the model is in evaluation mode: after model.eval() call model.train()"
             )
 
-    def check_weights(self) -> None:
-        """Refuse what has become infinite or NaN in this run: weights, the optimizer."""
+    def check_finite(self) -> None:
+        """Refuse losses, weights and optimizer states that became infinite or NaN in this run."""
+        super().check_finite()
         if self._not_finite_before is None:  # no run has begun
             return
         saved = dict(self.model.state_dict())
@@ -147,6 +166,7 @@ class ModelTrainer(TrainerBase):
             saved[".".join(map(str, keys))] = leaf
 
         map_leaves(add, self.optim_wrapper.state_dict(), ("optimizer",))
+        # Host-device synchronisation: one number for all tensors.
         broken = non_finite(saved) - self._not_finite_before
         if broken:
             raise FloatingPointError(
@@ -154,15 +174,26 @@ class ModelTrainer(TrainerBase):
                 f"{sorted(broken)[:10]}\n{LOOK_AGAIN}"
             )
 
-    def step_state_dict(self) -> dict[str, Any]:
-        """The optimizer, and the position in the data."""
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loop, of the optimizer, and the position in the data."""
         return {
+            **super().state_dict(),
             "optimizer": self.optim_wrapper.state_dict(),
             "data": self._data_loader_iter.state_dict(),
         }
 
-    def check_step_state(self, state: State, parts: Collection[str]) -> None:
-        """Refuse the state of another optimizer or of other data."""
+    def check_state_dict(
+        self, state_dict: State, *, only: Collection[str] | None = None
+    ) -> None:
+        """Refuse what :meth:`load_state_dict` could not load; change nothing.
+
+        Raises:
+            ValueError: for an unknown part, a hook that is not registered, another optimizer
+                or other data.
+        """
+        super().check_state_dict(state_dict, only=only)
+        parts = self._chosen(only)
+        state = _flat(state_dict)
         if "optimizer" in parts:
             if "optimizer" not in state:
                 raise ValueError(f"the state has no optimizer, only {sorted(state)}")
@@ -170,8 +201,15 @@ class ModelTrainer(TrainerBase):
         if "data" in parts:
             self._data_loader_iter.check_state_dict(state.get("data", {}))
 
-    def load_step_state(self, state: State, parts: Collection[str]) -> None:
-        """Load optimizer and position; without ``"hooks"`` no scheduled settings."""
+    def load_state_dict(
+        self, state_dict: State, *, only: Collection[str] | None = None
+    ) -> None:
+        """Load what :meth:`state_dict` returned; see :meth:`TrainerBase.load_state_dict`."""
+        super().load_state_dict(
+            state_dict, only=only
+        )  # first, since it checks all parts
+        parts = self._chosen(only)
+        state = _flat(state_dict)
         if "data" in parts and "data" in state:
             self._data_loader_iter.load_state_dict(state["data"])
         if "optimizer" in parts:
@@ -182,6 +220,11 @@ class ModelTrainer(TrainerBase):
             if "hooks" not in parts:
                 optimizer = without_schedules(optimizer)
             self.optim_wrapper.load_state_dict(optimizer)
+
+
+def _flat(state_dict: State) -> dict[str, Any]:
+    """The state without the nesting of detectron2's DefaultTrainer, whose files load."""
+    return {**state_dict.get("_trainer", {}), **state_dict}
 
 
 class SimpleTrainer(ModelTrainer):
@@ -200,14 +243,19 @@ class SimpleTrainer(ModelTrainer):
         return self.optim_wrapper.accumulative_counts  # type: ignore[no-any-return]
 
     def run_step(self) -> None:
-        """Batches, losses, gradients, hooks, metrics, update."""
+        """One iteration: batches, losses and gradients, then the wrapper's update.
+
+        Between the gradients and the update the wrapper calls the hooks, and the metrics are
+        recorded: see :meth:`hooktrain.solver.OptimWrapper.step`.
+        """
         self._check_mode()
-        wrapper = self.optim_wrapper
         losses, data_time = self._accumulate()
-        wrapper.unscale_gradients()
-        self.after_backward()
-        self._write_metrics(losses, data_time)
-        wrapper.step()
+        wrapper = self.optim_wrapper
+        wrapper.after_backward = partial(self._before_update, losses, data_time)
+        try:
+            wrapper.step()
+        finally:
+            wrapper.after_backward = None
 
     def compute_loss(self, data: Any) -> Any:
         """What the model returns for a batch, or for a dict of its arguments.
@@ -241,6 +289,12 @@ class SimpleTrainer(ModelTrainer):
                 means[name] = means[name] + part if name in means else part
         return means, data_time
 
+    def _before_update(self, losses: State, data_time: float) -> None:
+        """Call the hooks, then record the losses: a hook may tolerate one that is not finite."""
+        self.updating = self.optim_wrapper
+        self.after_backward()
+        self._write_metrics(losses, data_time)
+
     def _write_metrics(
         self,
         loss_dict: State,
@@ -268,3 +322,144 @@ class SimpleTrainer(ModelTrainer):
             total=prefix + "total_loss",
             check_now=not self.async_write_metrics,
         )
+
+
+class AMPTrainer(SimpleTrainer):
+    """A :class:`SimpleTrainer` in mixed precision, with detectron2's arguments.
+
+    With accumulation or clipping, give an :class:`hooktrain.solver.AmpOptimWrapper` to
+    ``SimpleTrainer``. The other arguments are those of :class:`ModelTrainer`.
+
+    Args:
+        grad_scaler: the scaler; None makes one for float16.
+        precision: ``torch.float16`` or ``torch.bfloat16``.
+        log_grad_scaler: record the scale as ``[metric]grad_scaler``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_loader: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        gather_metric_period: int | str = 20,
+        zero_grad_before_forward: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        precision: torch.dtype = torch.float16,
+        log_grad_scaler: bool = False,
+        async_write_metrics: bool = False,
+    ) -> None:
+        scale = grad_scaler or "dynamic"
+        wrapper = AmpOptimWrapper(optimizer, precision, loss_scale=scale)
+        super().__init__(
+            model,
+            data_loader,
+            wrapper,
+            gather_metric_period,
+            zero_grad_before_forward,
+            async_write_metrics,
+        )
+        self.grad_scaler = wrapper.grad_scaler
+        self.precision = precision
+        self.log_grad_scaler = log_grad_scaler
+
+    def after_backward(self) -> None:
+        """Record the scale, then call the hooks."""
+        if self.log_grad_scaler:
+            # A tensor, which nothing waits for; a disabled scaler has none.
+            scale = getattr(self.grad_scaler, "_scale", 1.0)
+            self.storage.put_scalar("[metric]grad_scaler", scale)
+        super().after_backward()
+
+
+class StepTrainer(ModelTrainer):
+    """The training of a model with ``train_step(data, optim_wrapper)``.
+
+    An iteration is one call of it with one batch. The model decides what is updated, how
+    often and by which optimizer. It returns a dict of values to log, or None.
+    ``accumulative_counts`` counts calls of ``update_params``; the hooks'
+    ``after_backward`` runs in each update.
+
+    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do,
+    leaves the update to the trainer.
+
+    The arguments are those of :class:`ModelTrainer`. Losses are checked after the update,
+    and always before a checkpoint. Gradients are not saved: a resumed run is exact if none
+    live from one step to the next.
+
+    Attributes:
+        last_batch: the batch of the last step, for hooks.
+        last_outputs: the values to log that it returned.
+    """
+
+    last_batch: Any = None
+    last_outputs: Mapping[str, Any] | None = None
+
+    @property
+    def can_save(self) -> bool:
+        """Whether accumulated gradients are all used up: they are not saved."""
+        return all(wrapper.should_update() for wrapper in self._wrappers())
+
+    def before_train(self) -> None:
+        """Begin the run, and prepare the wrappers. Gradients of an earlier step are dropped."""
+        super().before_train()
+        # As in MMEngine, one update_params an iteration is taken for granted, so that the
+        # last update may have fewer passes. Of several optimizers it is not known.
+        done = getattr(self.optim_wrapper, "inner_count", 0)
+        self.optim_wrapper.initialize_count_status(self.model, done, self.max_iter)
+        self.optim_wrapper.zero_grad()
+        for wrapper in self._wrappers():
+            wrapper.after_backward = partial(self._before_update, wrapper)
+
+    def run_step(self) -> None:
+        """One batch for the model's own step."""
+        self._check_mode()
+        start = time.perf_counter()
+        self.last_batch = next(self._data_loader_iter)
+        data_time = time.perf_counter() - start
+        outputs = self._call_step(self.last_batch)
+        self.last_outputs = outputs
+        self._losses.record(
+            self.storage.iter,
+            outputs,
+            data_time,
+            total=None,
+            check_now=not self.async_write_metrics,
+        )
+
+    def _call_step(self, data: Any) -> Mapping[str, Any]:
+        outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]
+        if outputs is None:
+            return {}
+        if not isinstance(outputs, Mapping):
+            raise TypeError(
+                f"train_step must return a dict of values to log: {type(outputs)}"
+            )
+        if "log_vars" not in outputs:
+            return outputs
+        # What MMCV's runner and its optimizer hook do after a model's train_step.
+        log_vars = dict(outputs["log_vars"])
+        if "loss" in outputs:
+            self.optim_wrapper.update_params(outputs["loss"])
+            log_vars.setdefault("loss", outputs["loss"])
+        return log_vars
+
+    def after_train(self) -> None:
+        """Let go of the wrappers, and call the hooks.
+
+        A warning says if accumulated gradients made no update.
+        """
+        for wrapper in self._wrappers():
+            wrapper.after_backward = None
+        if self.succeeded and not self.can_save:
+            logger.warning(
+                "The run ended inside gradient accumulation: its last backward passes "
+                "made no update, and are lost"
+            )
+        super().after_train()
+
+    def _wrappers(self) -> Iterable[OptimWrapper]:
+        return wrappers_by_name(self.optim_wrapper).values()
+
+    def _before_update(self, wrapper: OptimWrapper) -> None:
+        self.updating = wrapper
+        self.after_backward()

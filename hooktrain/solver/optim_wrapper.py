@@ -40,8 +40,8 @@ class OptimWrapper:
             ``{"type": "value", "clip_value": 0.5}`` clips each element.
 
     Attributes:
-        after_backward: called in each step, before clipping; or None. A trainer whose
-            model owns its step sets it.
+        after_backward: called in each :meth:`step`, when the gradients are unscaled and not
+            yet clipped; or None. Trainers set it, to call their hooks.
         inner_count: the number of backward passes so far.
         prefix: of the names of metrics, such as ``"generator."``.
         skipped_updates: how many updates were skipped, as gradients were not finite.
@@ -206,7 +206,10 @@ class OptimWrapper:
         self.inner_count += 1
 
     def step(self, **kwargs: Any) -> bool:
-        """Clip the gradients and update the parameters.
+        """Unscale the gradients, call ``after_backward``, clip, and update the parameters.
+
+        Args:
+            kwargs: of the optimizer's step.
 
         Returns:
             False where a scaler has skipped gradients that overflowed.
@@ -246,13 +249,7 @@ class OptimWrapper:
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Forget the gradients."""
-        if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
-            self.optimizer.zero_grad(**kwargs)
-            return
-        # Without torch's preparations for its profiler and compiler: 7 us.
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        self.optimizer.zero_grad(**kwargs)
 
     def count_skipped_update(self) -> None:
         """Count and log a skipped update."""

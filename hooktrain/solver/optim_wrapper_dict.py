@@ -1,6 +1,6 @@
 """Several optimizer wrappers by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -40,6 +40,9 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
     Args:
         wrappers: one :class:`OptimWrapper` a keyword.
 
+    Attributes:
+        after_backward: see :class:`OptimWrapper`; of a step for all of them.
+
     Raises:
         TypeError: if a value is no wrapper.
         ValueError: at the first loss for all, if they differ in what they have to share.
@@ -51,6 +54,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
                 raise TypeError(f"{name!r} must be an OptimWrapper: {wrapper!r}")
             wrapper.prefix = f"{name}."
         super().__init__(wrappers)
+        self.after_backward: Callable[[], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_THE_FIRST:
@@ -128,12 +132,14 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             wrapper.unscale_gradients()
 
     def step(self, **kwargs: Any) -> bool:
-        """Let each clip its gradients and update its parameters.
+        """Unscale all gradients, call ``after_backward``, then let each clip and update its own.
 
         Returns:
             False where a scaler has skipped one of them.
         """
         self.unscale_gradients()
+        if self.after_backward is not None:
+            self.after_backward()
         updated = [wrapper.step(**kwargs) for wrapper in self.values()]
         return all(updated)
 

@@ -21,7 +21,6 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
-    DefaultTrainer,
     create_ddp_model,
     default_argument_parser,
     default_hooks,
@@ -39,6 +38,7 @@ from hooktrain.solver import (
 )
 from hooktrain.strategy import build_strategy
 from hooktrain.utils.logger import close_logger, setup_logger
+from runs import build, last_results, train
 from toys import LinearLoss, Pairs, StopOnce, ToyModel
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
@@ -104,7 +104,7 @@ def test_a_configuration_with_a_lambda_trains(folder: Path) -> None:
     default_setup(cfg, Namespace())
     log = (folder / "log.txt").read_text()
     assert "WARNING: The saved config lacks hooks = " in log
-    DefaultTrainer(cfg).train(max_iter=2)
+    train(cfg, max_iter=2)
     assert steps == [0, 1]
 
 
@@ -121,16 +121,15 @@ def stop_at(count: int, trainer: Any) -> None:
         trainer.request_stop("to go on later")
 
 
-def train_up_to(count: int, trainer: DefaultTrainer) -> None:
+def train_up_to(count: int, trainer: Any, cfg: Any) -> None:
     trainer.register_hooks([hooks.CallbackHook(after_step=partial(stop_at, count))])
-    trainer.train()
+    trainer.train(max_iter=cfg.train.max_iter)
 
 
-def resume_up_to(count: int, cfg: Any) -> DefaultTrainer:
+def resume_up_to(count: int, cfg: Any) -> Any:
     """Go on with the run in the output folder until so many iterations are done."""
-    trainer = DefaultTrainer(cfg)
-    trainer.resume_or_load(resume=True)
-    train_up_to(count, trainer)
+    trainer = build(cfg, resume=True)
+    train_up_to(count, trainer, cfg)
     return trainer
 
 
@@ -138,13 +137,13 @@ def resume_up_to(count: int, cfg: Any) -> DefaultTrainer:
 def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     folder: Path, restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(output: Path, seed: int | None, stop: int, **args: bool) -> DefaultTrainer:
+    def run(output: Path, seed: int | None, stop: int, **args: bool) -> Any:
         np.random.seed(stop)  # each process draws another seed
         cfg = config(output, f"train.seed={seed}")
         default_setup(cfg, Namespace(**args))
         return resume_up_to(stop, cfg)
 
-    drawn = run(folder, None, 2).cfg.train.seed
+    drawn = run(folder, None, 2).seed
     if restarted:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     resumed = run(folder, None, 4, resume=not restarted)
@@ -156,16 +155,13 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     assert new.train.seed != drawn
 
 
-def start(
-    folder: Path, *overrides: str, stop: int = 0, resume: bool = False
-) -> DefaultTrainer:
+def start(folder: Path, *overrides: str, stop: int = 0, resume: bool = False) -> Any:
     """Start as train_net.py does, and train up to an iteration."""
     cfg = config(folder, "train.max_iter=6", "train.checkpointer.period=2", *overrides)
     default_setup(cfg, Namespace(resume=resume))
-    trainer = DefaultTrainer(cfg)
-    trainer.resume_or_load(resume)
+    trainer = build(cfg, resume)
     if stop:
-        train_up_to(stop, trainer)
+        train_up_to(stop, trainer, cfg)
     return trainer
 
 
@@ -193,7 +189,7 @@ def test_a_second_stage_starts_from_the_folder_that_it_has_renamed(
     trainer = start(folder, stage)
     trainer.register_hooks([StopOnce(at=3)])
     with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+        trainer.train(max_iter=6)
     assert_equal(start(folder, stage).model.state_dict(), first)
     second = start(folder, stage, stop=6).model.state_dict()
     # The last one is meant.
@@ -231,7 +227,7 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(
     assert trainer.seed == drawn
     saved = LazyConfig.load(folder / "config.json").train
     assert (saved.seed, saved.log_period) == (drawn, 2)
-    train_up_to(4, trainer)
+    train_up_to(4, trainer, config(folder, "train.max_iter=6"))
     saved = LazyConfig.load(folder / "config.json").train
     assert (saved.seed, saved.log_period) == (drawn, 1)
     assert not [*folder.glob(".config.json*")]
@@ -284,7 +280,7 @@ def test_an_output_folder_that_is_an_address_is_refused_before_anything_is_made(
 def test_without_tensorboard_its_writer_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hooktrain.engine.default_trainer.find_spec", lambda name: None)
+    monkeypatch.setattr("hooktrain.engine.defaults.find_spec", lambda name: None)
     kinds = [type(writer) for writer in default_writers(str(tmp_path))]
     assert kinds == [CommonMetricPrinter, JSONWriter]
 
@@ -312,10 +308,11 @@ def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None
     ]
 
 
-def test_train_returns_the_results_of_the_evaluation(folder: Path) -> None:
-    trainer = DefaultTrainer(config(folder, "train.ema.enabled=true"))
-    results = trainer.train()
-    assert set(results) == {"classification", "ema"}
+def test_an_evaluation_has_results_of_the_model_and_of_its_average(
+    folder: Path,
+) -> None:
+    trainer = train(config(folder, "train.ema.enabled=true"))
+    assert set(last_results(trainer)) == {"classification", "ema"}
     assert trainer.iter == trainer.max_iter == 4
     assert trainer.storage.latest()["ema/classification/accuracy"][1] == 4
     assert (folder / "model_final.pth").exists()
@@ -336,8 +333,8 @@ def test_without_test_data_or_an_evaluator_nothing_is_evaluated(
 ) -> None:
     cfg = config(folder)
     del cfg.lr_multiplier, cfg.dataloader[lacking]
-    trainer = DefaultTrainer(cfg)
-    assert trainer.train() == {}
+    trainer = train(cfg)
+    assert last_results(trainer) == {}
     rates = [rate for rate, _ in trainer.storage.history("lr").values()]
     assert rates == [cfg.optimizer.lr] * 4
 
@@ -345,16 +342,16 @@ def test_without_test_data_or_an_evaluator_nothing_is_evaluated(
 def test_weights_are_initialised_once_by_the_models_own_method(folder: Path) -> None:
     cfg = config(folder)
     cfg.model = LazyCall(Prepared)()
-    trainer = DefaultTrainer(cfg)
+    trainer = build(cfg)
     assert trainer.model.is_init is True
     assert not trainer.model.fc.weight.any()  # type: ignore[union-attr]
 
 
-def test_hooks_of_the_default_trainer_see_every_event(folder: Path) -> None:
+def test_further_hooks_see_every_event(folder: Path) -> None:
     events: list[str] = []
     names = ("before_step", "after_backward", "after_step")
     note = {name: lambda t, name=name: events.append(name) for name in names}
-    trainer = DefaultTrainer(config(folder))
+    trainer = build(config(folder))
     trainer.register_hooks([hooks.CallbackHook(**note)])
     trainer.train(max_iter=1)
     assert tuple(events) == names
@@ -363,13 +360,13 @@ def test_hooks_of_the_default_trainer_see_every_event(folder: Path) -> None:
 def test_the_writers_of_the_configuration_write_too(folder: Path) -> None:
     cfg = config(folder)
     cfg.writers = [LazyCall(JSONWriter)(folder / "mine.json", window_size=1)]
-    DefaultTrainer(cfg).train()
+    train(cfg)
     assert '"iteration": 3' in (folder / "mine.json").read_text()
 
 
 def test_the_state_is_in_the_checkpoint_once(folder: Path) -> None:
     cfg = config(folder)
-    DefaultTrainer(cfg).train(max_iter=1)
+    train(cfg, max_iter=1)
     file = final_checkpoint(folder)
     assert set(file) == {"model", "trainer", "iteration"}
     parts = {"iteration", "optimizer", "hooks", "storage", "data", "seed", "meta"}
@@ -389,9 +386,9 @@ def test_a_configuration_may_count_in_epochs(folder: Path) -> None:
         "dataloader.train.total_batch_size=128",
         "train.checkpointer.period=${train.max_iter}",
     ]
-    trainer = DefaultTrainer(config(folder, *epochs, *others))
-    trainer.train()
-    assert trainer.iter == trainer.cfg.train.checkpointer.period == 18
+    cfg = config(folder, *epochs, *others)
+    trainer = train(cfg)
+    assert trainer.iter == cfg.train.checkpointer.period == 18
     history = trainer.storage.history("classification/accuracy").values()
     assert [iteration for _, iteration in history] == [11, 18]
 
@@ -399,7 +396,7 @@ def test_a_configuration_may_count_in_epochs(folder: Path) -> None:
 def test_the_optimizer_wrapper_is_built_of_the_configuration(folder: Path) -> None:
     more = ["train.amp.enabled=true", "train.amp.dtype=bfloat16"]
     more += ["train.accumulative_counts=2"]
-    trainer = DefaultTrainer(config(folder, *more, "train.clip_grad={'max_norm': 1.0}"))
+    trainer = build(config(folder, *more, "train.clip_grad={'max_norm': 1.0}"))
     assert isinstance(trainer.optim_wrapper, AmpOptimWrapper)
     assert trainer.optim_wrapper.dtype == torch.bfloat16
     trainer.train(max_iter=2)
@@ -408,19 +405,18 @@ def test_the_optimizer_wrapper_is_built_of_the_configuration(folder: Path) -> No
 
 
 def test_parts_of_a_checkpoint_can_be_resumed(folder: Path) -> None:
-    DefaultTrainer(config(folder)).train()
+    train(config(folder))
     parts = "train.resume_parts=['model', 'trainer.optimizer']"
-    trainer = DefaultTrainer(config(folder, parts, "optimizer.lr=0.5"))
-    trainer.resume_or_load(resume=True)
+    trainer = build(config(folder, parts, "optimizer.lr=0.5"), resume=True)
     assert trainer.state_dict()["iteration"] == -1
     assert len(trainer.optimizer.state_dict()["state"]) > 0
 
 
 def test_another_seed_on_a_resume_is_refused_with_both(folder: Path) -> None:
-    DefaultTrainer(config(folder)).train()
-    trainer = DefaultTrainer(config(folder, "train.seed=2"))
+    train(config(folder))
+    trainer = build(config(folder, "train.seed=2"))
     with pytest.raises(ValueError, match=r"seed=1.*seed=2"):
-        trainer.resume_or_load(resume=True)
+        trainer.checkpointer.resume_or_load("", resume=True)
     assert trainer.state_dict()["iteration"] == -1
     assert trainer.optimizer.state_dict()["state"] == {}
 
@@ -431,7 +427,7 @@ def stopped_and_resumed(folder: Path) -> None:
         for stop in stops:
             trainer = resume_up_to(stop, config(folder / name, "train.max_iter=8"))
         losses = trainer.storage.history("total_loss").values()
-        ends.append((trainer.model.state_dict(), losses, trainer.last_results))
+        ends.append((trainer.model.state_dict(), losses, last_results(trainer)))
     assert_equal(*ends)
 
 
@@ -455,7 +451,7 @@ def test_several_optimizers_come_from_the_configuration(folder: Path) -> None:
     amp = ["train.amp.enabled=true", "train.amp.dtype=bfloat16"]
     constant = ["lr_multiplier.discriminator.end_value=1.0"]
     cfg = gan(folder, *amp, *faster, *constant)
-    trainer = DefaultTrainer(cfg)
+    trainer = build(cfg)
     wrappers = trainer.optim_wrapper
     assert isinstance(wrappers, OptimWrapperDict)
     for name, wrapper in wrappers.items():
@@ -464,7 +460,7 @@ def test_several_optimizers_come_from_the_configuration(folder: Path) -> None:
         part = trainer.model.get_submodule(name)
         assert set(group["params"]) == set(part.parameters())
     assert "model" not in cfg.optimizer.generator.params  # it stays plain data
-    trainer.train()
+    trainer.train(max_iter=3)
     assert [w.inner_count for w in wrappers.values()] == [3, 6]
     rates = {
         n: [v for v, _ in trainer.storage.history(f"{n}.lr").values()] for n in wrappers
@@ -477,11 +473,12 @@ def test_several_optimizers_come_from_the_configuration(folder: Path) -> None:
 def test_hooks_of_the_configuration_run_right_before_the_evaluation(
     folder: Path,
 ) -> None:
-    trainer = DefaultTrainer(gan(folder))
+    cfg = gan(folder)
+    trainer = build(cfg)
     table = trainer.describe_hooks()
     assert table.index("LRScheduler") < table.index("EMA") < table.index("SampleWriter")
     assert table.index("SampleWriter") < table.index("EvalHook")
-    trainer.train()
+    trainer.train(max_iter=cfg.train.max_iter)
     assert list((folder / "samples").glob("*.png"))
 
 
@@ -540,15 +537,13 @@ def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen_by_name() -> 
 
 
 def gan_on_ranks(folder: Path) -> Any:
-    trainer = DefaultTrainer(gan(folder))
+    trainer = train(gan(folder))
     assert isinstance(trainer.model, SeparateDistributedDataParallel)
-    trainer.train()
     return trainer.model.module.state_dict()
 
 
 def test_a_gan_of_two_ranks_loads_in_one_process(tmp_path: Path) -> None:
     first, second = run_ranks(gan_on_ranks, 2, tmp_path)
     assert_equal(first, second)
-    alone = DefaultTrainer(gan(tmp_path))
-    alone.resume_or_load(resume=True)
+    alone = build(gan(tmp_path), resume=True)
     assert_equal(alone.model.state_dict(), first)

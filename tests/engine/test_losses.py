@@ -52,13 +52,15 @@ class Period:
         self.recorder = LossRecorder(self.storage)
         self.seen: dict[str, tuple[list[str], int, dict[str, list[float]]]] = {}
 
-    def exchange(self, name: str, *steps: dict[str, float], asks: bool = False) -> None:
+    def exchange(
+        self, name: str, *steps: dict[str, float], stop_requested: bool = False
+    ) -> None:
         start, rank = self.finished, comm.get_rank()
         for losses in steps:
             self.recorder.record(self.finished, losses, 0.5 + rank, None, False)
             self.finished += 1
         with Collectives() as collectives:
-            asking = self.recorder.exchange(self.finished, asks)
+            asking = self.recorder.exchange(self.finished, stop_requested)
         values = {}
         for metric, history in self.storage.histories().items():
             new = [value for value, _ in history.since(start)]
@@ -79,7 +81,7 @@ def play() -> dict[str, Any]:
     period.exchange("one more", {"a": 1.0, **more})
     period.exchange("without it again", {"a": 1.0})
     period.exchange("two kinds", {"a": 1.0, **own})
-    period.exchange("a request", {"a": 1.0}, asks=rank in (1, 2))
+    period.exchange("a request", {"a": 1.0}, stop_requested=rank in (1, 2))
     period.exchange("not finite", {"a": math.nan if rank == 3 else math.inf})
     return period.seen
 

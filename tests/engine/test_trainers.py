@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
 from hooktrain.checkpoint.files import write_file
-from hooktrain.config import LazyConfig
 from hooktrain.data import build_train_loader
-from hooktrain.engine import AMPTrainer, DefaultTrainer, HookBase, SimpleTrainer, hooks
+from hooktrain.engine import AMPTrainer, HookBase, SimpleTrainer, hooks
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -395,25 +394,6 @@ def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
         trainer.load_state_dict(state)
     trainer.load_state_dict(state, only={"iteration"})
     assert trainer.iter == 4
-
-
-CONFIG = Path(__file__).parents[2] / "configs" / "digits_cnn.py"
-
-
-def test_a_default_trainer_is_freed_without_the_garbage_collector(
-    tmp_path: Path,
-) -> None:
-    config = LazyConfig.load(str(CONFIG))
-    config.train.output_dir = str(tmp_path)
-    trainer = DefaultTrainer(config)
-    model = weakref.ref(trainer.model)
-    gc.collect()
-    gc.disable()
-    try:
-        del trainer
-        assert model() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 from loading import load_tool
 
-from hooktrain.engine import DefaultTrainer, HookBase, launch
+from hooktrain.engine import HookBase, build_trainer, launch
 from hooktrain.engine.hooks.bad_runs import Watchdog
 from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.strategy.environment import restart_count
@@ -40,7 +40,7 @@ class Disturb(HookBase):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def fail(self) -> None:
-        Path(self.trainer.cfg.train.output_dir, "failed").touch()
+        Path(self.trainer.checkpointer.save_dir, "failed").touch()
         raise KeyError("the cause")
 
     def hang(self) -> None:
@@ -51,22 +51,23 @@ class Disturb(HookBase):
 
     def show(self) -> None:
         """Let the test send its signals: the file says that the run has come here."""
-        Path(self.trainer.cfg.train.output_dir, "pid").write_text(str(os.getpid()))
+        Path(self.trainer.checkpointer.save_dir, "pid").write_text(str(os.getpid()))
         time.sleep(3600)
 
 
-class Disturbed(DefaultTrainer):
-    def build_hooks(self) -> list[HookBase]:
-        folder = self.cfg.train.output_dir
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/collectives_"
-        watchdog = Watchdog(3.0) if sys.argv[1] == "hang" else None
-        disturb = Disturb(sys.argv[1], int(sys.argv[2]))
-        hooks: list[Any] = [watchdog, disturb, *super().build_hooks()]
-        return [*filter(None, hooks), Preemption(self.checkpointer)]
+def build_disturbed(cfg: Any) -> Any:
+    trainer = build_trainer(cfg)
+    folder = cfg.train.output_dir
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/collectives_"
+    watchdog = Watchdog(3.0) if sys.argv[1] == "hang" else None
+    disturb = Disturb(sys.argv[1], int(sys.argv[2]))
+    trainer.register_hooks([watchdog, disturb], before=HookBase)
+    trainer.register_hooks([Preemption(trainer.checkpointer)])
+    return trainer
 
 
 if __name__ == "__main__":
     train_net = load_tool("train_net")
-    train_net.DefaultTrainer = Disturbed
+    train_net.build_trainer = build_disturbed
     arguments = train_net.argument_parser().parse_args(sys.argv[3:])
     launch(train_net.main, arguments.num_gpus, args=(arguments,))

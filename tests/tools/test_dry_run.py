@@ -2,6 +2,7 @@
 
 import logging
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,17 @@ def test_it_evaluates_and_tells_times(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_several_loaders_two_batches_each_are_evaluated(tmp_path: Path) -> None:
+def test_of_several_loaders_two_batches_each_are_evaluated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cfg = config("digits_cnn.py", tmp_path, "dataloader.test.batch_size=40")
+    cfg.train.best_metric = None
     test = cfg.dataloader.test
-    cfg.dataloader.test = {"val": test, "ood": test}
-    loaders = load_tool("train_net").DryTrainer.build_test_loader(cfg)
-    assert {name: len(each) for name, each in loaders.items()} == {"val": 2, "ood": 2}
+    cfg.dataloader.test = {"val": test, "ood": deepcopy(test)}
+    with caplog.at_level(logging.INFO):
+        load_tool("train_net").dry_run(cfg)
+    evaluated = [m for m in caplog.messages if m.startswith("Evaluated 2 batches in")]
+    assert len(evaluated) == 2
 
 
 def dry_run_of_the_gan(folder: str) -> list[Path]:

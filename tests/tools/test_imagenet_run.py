@@ -11,10 +11,12 @@ import torch
 from PIL import Image
 from torch import nn
 
+import runs
 import vision  # noqa: F401
 from equality import assert_same_end, metrics
 from hooktrain.config import LazyConfig, instantiate
-from hooktrain.engine import DefaultTrainer
+from hooktrain.engine import build_trainer
+from hooktrain.engine.hooks import EMA
 from hooktrain.solver import LRMultiplier
 from processes import end, start
 
@@ -64,32 +66,25 @@ def config(images: Path, output: Path, *overrides: str) -> Any:
     )
 
 
-def train(
-    images: Path, output: Path, *overrides: str, resume: bool = False
-) -> DefaultTrainer:
-    trainer = DefaultTrainer(config(images, output, *overrides))
-    trainer.resume_or_load(resume=resume)
-    trainer.train()
-    return trainer
+def train(images: Path, output: Path, *overrides: str, resume: bool = False) -> Any:
+    return runs.train(config(images, output, *overrides), resume)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    images: Path, tmp_path_factory: pytest.TempPathFactory
-) -> DefaultTrainer:
+def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train(images, tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_a_run_is_judged_by_the_five_highest(undisturbed: DefaultTrainer) -> None:
-    folder = Path(undisturbed.cfg.train.output_dir)
+def test_a_run_is_judged_by_the_five_highest(images: Path, undisturbed: Any) -> None:
+    folder = Path(undisturbed.checkpointer.save_dir)
     losses = [line["loss_cls"] for line in metrics(folder) if "loss_cls" in line]
     assert losses[-1] < losses[0]
-    assert undisturbed.ema is not None
-    results = undisturbed.last_results
-    averaged = undisturbed.ema.average.module
+    results = runs.last_results(undisturbed)
+    (ema,) = [hook for hook in undisturbed.hooks if isinstance(hook, EMA)]
+    averaged = ema.average.module
     raw = undisturbed.model.eval()
     for found, model in ((results, raw), (results["ema"], averaged)):
-        batches = list(instantiate(undisturbed.cfg.dataloader.test))
+        batches = list(instantiate(config(images, folder).dataloader.test))
         logits = torch.cat([model(batch) for batch in batches])
         labels = torch.cat([labels for _, labels in batches])
         order = logits.argsort(1, descending=True)
@@ -102,16 +97,16 @@ def test_a_run_is_judged_by_the_five_highest(undisturbed: DefaultTrainer) -> Non
 
 
 def test_a_run_that_is_killed_ends_bit_for_bit_like_an_undisturbed_one(
-    images: Path, tmp_path: Path, undisturbed: DefaultTrainer
+    images: Path, tmp_path: Path, undisturbed: Any
 ) -> None:
     kill = "+hooks=[{'_target_': 'killing.Kill', 'iteration': 15}]"
     assert end(start(train, images, tmp_path, kill)) == -signal.SIGKILL
     resumed = train(images, tmp_path, "dataloader.train.num_workers=2", resume=True)
     assert resumed.start_iter == 12
-    assert_same_end(tmp_path, Path(undisturbed.cfg.train.output_dir))
+    assert_same_end(tmp_path, Path(undisturbed.checkpointer.save_dir))
 
 
-def test_norms_and_biases_do_not_decay(undisturbed: DefaultTrainer) -> None:
+def test_norms_and_biases_do_not_decay(undisturbed: Any) -> None:
     decays = {
         parameter: group["weight_decay"]
         for group in undisturbed.optimizer.param_groups
@@ -127,12 +122,13 @@ def test_norms_and_biases_do_not_decay(undisturbed: DefaultTrainer) -> None:
 def test_the_rate_climbs_before_it_falls(images: Path, tmp_path: Path) -> None:
     full = ["train.epoch_length=1252", "train.max_epochs=90", "optimizer.lr=0.1"]
     full += ["dataloader.train.total_batch_size=1024"]
-    trainer = DefaultTrainer(config(images, tmp_path, *full))
+    small = config(images, tmp_path, *full)
+    trainer = build_trainer(small)
     cfg = LazyConfig.load(CONFIG)
     for key in ("optimizer", "lr_multiplier"):
-        assert trainer.cfg[key] == cfg[key]
+        assert small[key] == cfg[key]
     assert cfg.train.max_epochs == 90
-    assert trainer.max_iter == 112680
+    assert small.train.max_iter == 112680
     scheduler = LRMultiplier(trainer.optimizer, instantiate(cfg.lr_multiplier), 112680)
     rates = {}
     for iteration in (0, 1, 3130, 6260, 32865, 59470, 112679, 112680):

@@ -9,7 +9,7 @@ import pytest
 from loading import load_tool
 
 from equality import assert_same_end, final_checkpoint, metrics
-from hooktrain.engine import DefaultTrainer
+from hooktrain.engine import HookBase, build_trainer
 from hooktrain.engine.hooks import CallbackHook
 from processes import end, start
 
@@ -39,18 +39,19 @@ def train(folder: Path, workers: int, kill_at: str, extra: list[str]) -> None:
 
         return kill
 
-    class Killed(DefaultTrainer):
-        def build_hooks(self) -> Any:
-            first = CallbackHook(
-                before_step=kill_if("before_step"),
-                after_backward=kill_if("after_backward"),
-            )
-            last = CallbackHook(
-                after_step=kill_if("after_step"), after_train=kill_if("after_train")
-            )
-            return [first, *super().build_hooks(), last]
+    def build_killed(cfg: Any) -> Any:
+        trainer = build_trainer(cfg)
+        first = CallbackHook(
+            before_step=kill_if("before_step"), after_backward=kill_if("after_backward")
+        )
+        last = CallbackHook(
+            after_step=kill_if("after_step"), after_train=kill_if("after_train")
+        )
+        trainer.register_hooks([first], before=HookBase)
+        trainer.register_hooks([last])
+        return trainer
 
-    train_net.DefaultTrainer = Killed
+    train_net.build_trainer = build_killed
     config = str(ROOT / "configs" / "digits_cnn.py")
     own = [f"train.output_dir={folder}", f"dataloader.train.num_workers={workers}"]
     train_net.main(

@@ -1,97 +1,35 @@
-"""detectron2's trainers; its DefaultTrainer takes trees such as yacs's CfgNode."""
+"""detectron2's DefaultTrainer, which takes trees such as yacs's CfgNode."""
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hooktrain import engine
 from hooktrain.compat.detectron2.checkpoint import DetectionCheckpointer
 from hooktrain.compat.detectron2.functions import of_detectron2, verify_results
 from hooktrain.compat.detectron2.solver import build_lr_scheduler, build_optimizer
+from hooktrain.compat.detectron2.trainers import (
+    AMPTrainer as AMPTrainer,
+    SimpleTrainer as SimpleTrainer,
+    TrainerBase as TrainerBase,
+    of_inner_trainer,
+)
 from hooktrain.engine import hooks
-from hooktrain.engine.default_trainer import of_inner_trainer
 from hooktrain.engine.defaults import create_ddp_model, default_writers
-from hooktrain.engine.losses import LossRecorder
-from hooktrain.engine.train_loop import STATE_PARTS
 from hooktrain.evaluation import (
     DatasetEvaluator,
     inference_on_dataset,
     print_csv_format,
 )
-from hooktrain.events import EventWriter, get_event_storage
+from hooktrain.events import EventWriter
 from hooktrain.model import get_bn_modules
 from hooktrain.utils import comm
 from hooktrain.utils.logger import setup_logger
 
 logger = logging.getLogger(__name__)
-
-
-class TrainerBase(engine.TrainerBase):
-    """A :class:`hooktrain.engine.TrainerBase` whose trainer inside may have a state of its own.
-
-    Copies of detectron2's SimpleTrainer have one: their optimizer, and their scaler.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs; see the base class."""
-        state = super().state_dict()
-        if _has_own_state(self._trainer):
-            state["_trainer"] = self._trainer.state_dict()
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, only: Collection[str] = STATE_PARTS
-    ) -> None:
-        """Load what ``state_dict`` returned; see the base class."""
-        super().load_state_dict(state_dict, only=only)
-        own = state_dict.get("_trainer")
-        if own and "optimizer" in only and _has_own_state(self._trainer):
-            self._trainer.load_state_dict(own)
-
-
-def _has_own_state(inner: Any) -> bool:
-    method = getattr(type(inner), "state_dict", TrainerBase.state_dict)
-    return not method.__module__.startswith("hooktrain.")
-
-
-class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
-    """A :class:`hooktrain.engine.SimpleTrainer` whose metrics can be written from anywhere."""
-
-    @staticmethod
-    def write_metrics(
-        loss_dict: Mapping[str, Any],
-        data_time: float,
-        cur_iter: int | str | None = None,
-        prefix: str = "",
-    ) -> None:
-        """Record losses at once, where there is no such trainer. A collective.
-
-        Args:
-            loss_dict: losses by name.
-            data_time: seconds that the step waited for data.
-            cur_iter: the iteration; None is the storage's. As in detectron2 0.6, the prefix
-                may stand here.
-            prefix: put before ``total_loss``.
-
-        Raises:
-            FloatingPointError: if the sum is not finite.
-        """
-        storage = get_event_storage()
-        if isinstance(cur_iter, str):
-            prefix, cur_iter = cur_iter, None
-        iteration = storage.iter if cur_iter is None else cur_iter
-        recorder = LossRecorder(storage, iteration)
-        recorder.record(iteration, loss_dict, data_time, prefix + "total_loss")
-        recorder.exchange(iteration + 1, asks=False)
-        recorder.check(iteration + 1)
-
-
-class AMPTrainer(engine.AMPTrainer, SimpleTrainer):
-    """The same in mixed precision: see :class:`hooktrain.engine.AMPTrainer`."""
 
 
 class BestCheckpointer(hooks.BestCheckpointer):

@@ -45,6 +45,7 @@ class EvalHook(HookBase):
 
     Attributes:
         has_results: whether an evaluation has returned metrics.
+        last_results: what the function returned last on this rank.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
@@ -66,6 +67,7 @@ class EvalHook(HookBase):
         self._period = Period(eval_period)
         self._func = eval_function
         self._eval_after_train = eval_after_train
+        self.last_results: Mapping[str, Any] = {}
 
     def after_step(self) -> None:
         """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
@@ -83,7 +85,8 @@ class EvalHook(HookBase):
         numbers: dict[str, float] = {}
         error: Exception | None = None
         try:
-            numbers = _as_numbers(self._func() or {})
+            self.last_results = self._func() or {}
+            numbers = _as_numbers(self.last_results)
         except Exception as raised:
             logger.error(
                 "The evaluation failed: the run ends when the other hooks are done"

@@ -1,6 +1,8 @@
-"""One configuration on one process and on several: DefaultTrainer with each strategy."""
+"""One configuration on one process and on several: build_trainer with each strategy."""
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ from gloo import run_ranks
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.demos import DigitsDataset
-from hooktrain.engine import DefaultTrainer, HookBase
-from hooktrain.engine.default_trainer import _TRAIN_KEYS
-from hooktrain.strategy import DDPStrategy
+from hooktrain.engine import HookBase, SimpleTrainer, build_trainer, train_settings
+from hooktrain.engine.build import prepare_model
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.tensors import full_tensor
+from runs import build, last_results, train as run
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 TINY = {
@@ -71,11 +73,11 @@ def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
         "train.device=cpu",
         *overrides,
     ]
-    trainer = DefaultTrainer(LazyConfig.apply_overrides(cfg, options))
+    cfg = LazyConfig.apply_overrides(cfg, options)
+    trainer = build(cfg, resume=True)
     samples = Samples()
     trainer.register_hooks([samples] if name == "text_gpt" else [])
-    trainer.resume_or_load(resume=True)
-    results = trainer.train()
+    trainer.train(max_iter=cfg.train.max_iter)
     close_logger()
     state = {
         k: full_tensor(v).clone()
@@ -85,7 +87,7 @@ def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
         "model": state,
         "losses": {i: v for v, i in trainer.storage.history("total_loss").values()},
         "samples": getattr(samples, "seen", None),
-        "results": results,
+        "results": last_results(trainer),
         "wrapper": type(trainer.model).__name__,
     }
 
@@ -179,22 +181,6 @@ def test_a_run_of_two_ranks_goes_on_with_one_or_four(
     assert_close(resumed[name]["model"], whole["model"], rtol=0, atol=1e-5)
 
 
-def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(
-    tmp_path: Path,
-) -> None:
-    cfg = LazyConfig.load(CONFIGS / "digits_cnn.py")
-    cfg.train.update(output_dir=str(tmp_path), seed=7, sync_bn="torch")
-    for given in ("DDPStrategy", {"type": "DDPStrategy"}):
-        cfg.train.strategy = given
-        made = DefaultTrainer.build_strategy(cfg)
-        assert isinstance(made, DDPStrategy)
-        made.setup()
-        assert (made.seed, made.sync_bn, made.work_dir) == (7, "torch", str(tmp_path))
-    cfg.train.strategy = LazyCall(DDPStrategy)()
-    with pytest.raises(TypeError, match=r"train\.strategy must be a name, or a dict"):
-        DefaultTrainer.build_strategy(cfg)
-
-
 def digits(folder: Path, *overrides: str) -> Any:
     """The configuration of one iteration."""
     cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
@@ -203,22 +189,29 @@ def digits(folder: Path, *overrides: str) -> Any:
     return LazyConfig.apply_overrides(cfg, [*options, *overrides])
 
 
-def muon_and_adamw(model: nn.Module, lr: float) -> dict[str, torch.optim.Optimizer]:
+def test_what_the_configuration_says_reaches_the_strategy(tmp_path: Path) -> None:
+    cfg = digits(tmp_path, "train.seed=7", "train.sync_bn=torch")
+    strategy, _ = prepare_model(cfg)
+    assert (strategy.seed, strategy.sync_bn) == (7, "torch")
+
+
+def muon_and_adamw(model: nn.Module, muon: Any, adamw: Any) -> dict[str, Any]:
+    """A function of the model that makes several optimizers for one loss."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     return {
-        "muon": torch.optim.Muon(matrices, lr=lr),
-        "adamw": torch.optim.AdamW(others, lr=lr / 20),
+        "muon": torch.optim.Muon(matrices, **muon),
+        "adamw": torch.optim.AdamW(others, **adamw),
     }
 
 
 def test_a_configuration_gives_one_loss_to_several_optimizers(tmp_path: Path) -> None:
     cfg = digits(tmp_path, "train.max_iter=6", "train.device=cpu")
-    cfg.optimizer = LazyCall(muon_and_adamw)(lr=0.02)
+    cfg.optimizer = LazyCall(muon_and_adamw)(muon={"lr": 0.02}, adamw={"lr": 1e-3})
     LazyConfig.save(cfg, tmp_path / "config.json")
-    trainer = DefaultTrainer(LazyConfig.load(str(tmp_path / "config.json")))
+    trainer = build(LazyConfig.load(str(tmp_path / "config.json")))
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
-    trainer.train()
+    trainer.train(max_iter=6)
     for name, parameter in trainer.model.named_parameters():
         assert not before[name].equal(parameter), name
     sizes = {}
@@ -230,27 +223,14 @@ def test_a_configuration_gives_one_loss_to_several_optimizers(tmp_path: Path) ->
     assert 2 not in sizes["adamw"]
 
 
-def test_a_test_method_that_is_overridden_as_in_detectron2_evaluates(
-    tmp_path: Path,
-) -> None:
-    class Trainer(DefaultTrainer):
-        @classmethod
-        def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> Any:
-            assert evaluators is not None
-            return {"classification": {"accuracy": 12.5}}
-
-    trainer = Trainer(digits(tmp_path))
-    assert trainer.train() == {"classification": {"accuracy": 12.5}}
-
-
-def test_compute_loss_is_overridden_as_in_a_simple_trainer(tmp_path: Path) -> None:
-    class Trainer(DefaultTrainer):
+def test_a_loss_of_ones_own_is_that_of_a_subclass(tmp_path: Path) -> None:
+    class Trainer(SimpleTrainer):
         def compute_loss(self, data: Any) -> Any:
             losses = super().compute_loss(data)
             return {"loss": 2 * losses["loss_cls"], **losses}
 
-    trainer = Trainer(digits(tmp_path))
-    trainer.train()
+    trainer = build_trainer(digits(tmp_path), Trainer)
+    trainer.train(max_iter=1)
     latest = {name: value for name, (value, _) in trainer.storage.latest().items()}
     assert latest["loss"] == 2 * latest["loss_cls"]
     assert latest["total_loss"] == latest["loss"] + latest["loss_cls"]
@@ -262,9 +242,8 @@ def test_several_test_loaders_give_results_by_name(tmp_path: Path) -> None:
     other = {**test, "dataset": LazyCall(DigitsDataset)(train=True)}
     cfg.dataloader.test = {"val": test, "ood": other}
     cfg.train.best_metric = "ema/ood/classification/accuracy"
-    cfg.train.best_mode = "max"
-    trainer = DefaultTrainer(cfg)
-    results = trainer.train()
+    trainer = run(cfg)
+    results = last_results(trainer)
     assert list(results) == ["val", "ood", "ema"]
     latest = trainer.storage.latest()
     for name in ("val", "ood"):
@@ -274,12 +253,29 @@ def test_several_test_loaders_give_results_by_name(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "model_best.pth")["best"]["best_metric"] == best
 
 
-def test_each_key_of_the_common_configuration_is_known_and_others_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_common_configuration_has_each_key_with_its_default() -> None:
     common = LazyConfig.load(CONFIGS / "common" / "train.py").train
-    assert sorted(common) == sorted(_TRAIN_KEYS.split())
-    cfg = digits(tmp_path)
-    cfg.train.hooks = []
-    DefaultTrainer(cfg)
-    assert "Nothing here reads ['hooks'] of train" in caplog.text
+    assert common == train_settings()
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"), [("train.epochs", "max_epochs"), ("train.amp.dtyp", "dtype")]
+)
+def test_an_unknown_key_is_refused_with_the_nearest(
+    key: str, nearest: str, tmp_path: Path
+) -> None:
+    cfg = LazyConfig.apply_overrides(digits(tmp_path), [f"+{key}=1"])
+    with pytest.raises(ValueError, match=f"{key}; did you mean '{nearest}'"):
+        build_trainer(cfg)
+
+
+def test_a_trainer_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    trainer = build_trainer(digits(tmp_path))
+    model = weakref.ref(trainer.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del trainer
+        assert model() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,281 @@
+"""A configuration becomes a trainer: functions for its parts, and one that calls them all."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.config import LazyConfig, instantiate, resolve
+from hooktrain.engine import hooks
+from hooktrain.engine.defaults import default_hooks, default_writers
+from hooktrain.engine.preflight import end_of_run
+from hooktrain.engine.settings import check_settings
+from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
+from hooktrain.evaluation import inference_on_dataset
+from hooktrain.model import init_weights_once
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
+from hooktrain.utils.periods import in_iterations
+
+logger = logging.getLogger(__name__)
+
+
+def build_trainer(
+    cfg: Any, trainer_class: type[SimpleTrainer | StepTrainer] | None = None
+) -> SimpleTrainer | StepTrainer:
+    """The trainer that a lazy configuration describes, with its hooks. A collective.
+
+    The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
+    ``dataloader.{train,test,evaluator}`` and ``train``, which holds
+    what :func:`hooktrain.engine.train_settings` has.
+    Without ``lr_multiplier`` the rate stays as it is, and without test data or an evaluator
+    nothing is evaluated. ``hooks`` is a list of further hooks, which run right before the
+    evaluation; ``writers`` is a list of further writers. For several optimizers see
+    :func:`build_optimizer`; ``lr_multiplier`` is one for all of them, or a dict by their names.
+
+    To change a part, write these lines in a script of yours, and change that line.
+
+    Args:
+        cfg: the configuration. What refers to others of its values is resolved, and
+            ``train.max_iter`` is set from ``train.max_epochs``.
+        trainer_class: of the trainer. None takes :class:`hooktrain.engine.StepTrainer` for a
+            model with ``train_step``, else :class:`hooktrain.engine.SimpleTrainer`.
+
+    Returns:
+        The trainer, which has loaded nothing yet. Its ``checkpointer`` saves and loads the model
+        and the trainer.
+
+    Raises:
+        ValueError: for an unknown key of ``train``; the message suggests the nearest.
+
+    Example::
+
+        trainer = build_trainer(cfg)
+        trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
+        trainer.train(max_iter=cfg.train.max_iter)
+    """
+    check_settings(cfg.train)
+    resolve(cfg)  # what refers to what a script has changed
+    strategy, model = prepare_model(cfg)
+    loader = instantiate(cfg.dataloader.train)
+    optim_wrapper = build_optimizer(cfg, model)
+    trainer = build_step(cfg, model, loader, optim_wrapper, trainer_class)
+    trainer.seed = strategy.seed
+    set_end_of_run(cfg, trainer.epoch_length)
+    trainer.meta = {"config": LazyConfig.to_py(cfg)}
+    checkpointer = build_checkpointer(cfg, trainer, strategy)
+    trainer.register_hooks(build_hooks(cfg, model, checkpointer))
+    trainer.checkpointer = checkpointer
+    return trainer
+
+
+def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
+    """The strategy, and the model where the strategy has brought it. A collective.
+
+    The constructor of a model has initialised its weights, unless its ``is_init`` is False.
+    """
+    train = cfg.train
+    strategy = build_strategy(
+        instantiate(train.strategy),
+        model_wrapper=train.ddp,
+        sync_bn=train.sync_bn,
+        work_dir=train.output_dir,
+        device=train.device,
+        activation_checkpointing=train.activation_checkpointing or (),
+        auto_scale_lr=train.auto_scale_lr,
+        env_kwargs={"seed": train.seed, "diff_rank_seed": True},
+    )
+    model = strategy.prepare(
+        lambda: init_weights_once(instantiate(cfg.model)),
+        compile=train.compile,
+        dispatch_kwargs={"init_weights_for_test_or_val": False},
+    )
+    return strategy, model
+
+
+def build_optimizer(cfg: Any, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
+    """The optimizer of a prepared model in its wrapper: precision, accumulation, clipping.
+
+    ``cfg.optimizer`` is one of
+
+    - a ``LazyCall`` of an optimizer, whose ``params`` is a call that gets the ``model``, such as
+      :func:`hooktrain.solver.get_default_optimizer_params`;
+    - a dict of these by name: each is for the submodule of that name;
+    - a ``LazyCall`` without ``params``: a function that gets the ``model``, and returns an
+      optimizer, or several by name. It may return wrappers, which are used as they are.
+
+    Args:
+        cfg: the configuration; of ``train`` it has ``amp``, ``accumulative_counts`` and
+            ``clip_grad``.
+        model: as the strategy has prepared it.
+    """
+    bare = unwrap_model(model)
+    described = cfg.optimizer
+    if "_target_" in described:
+        optimizer = _instantiate_for(described, bare)
+    else:
+        optimizer = {
+            name: _instantiate_for(each, bare.get_submodule(name))
+            for name, each in described.items()
+        }
+    if isinstance(optimizer, OptimWrapperDict):
+        return optimizer
+    if isinstance(optimizer, Mapping):
+        wrappers = {name: _wrap(cfg.train, each) for name, each in optimizer.items()}
+        return OptimWrapperDict(**wrappers)
+    return _wrap(cfg.train, optimizer)
+
+
+def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
+    """The optimizer of a model. The configuration stays plain data: a copy gets the model."""
+    if "params" not in described:
+        return instantiate({**described, "model": model})
+    params = {**described["params"], "model": model}
+    return instantiate({**described, "params": params})
+
+
+def _wrap(train: Any, optimizer: Any) -> OptimWrapper:
+    if isinstance(optimizer, OptimWrapper):
+        return optimizer
+    options = {
+        "accumulative_counts": train.accumulative_counts,
+        "clip_grad": train.clip_grad,
+    }
+    if train.amp.enabled:
+        dtype = instantiate(train.amp.dtype)  # in a saved file, a call
+        return AmpOptimWrapper(optimizer, dtype, **options)
+    return OptimWrapper(optimizer, **options)
+
+
+def build_step(
+    cfg: Any,
+    model: nn.Module,
+    loader: Iterable[Any],
+    optim_wrapper: OptimWrapper | OptimWrapperDict,
+    trainer_class: type[SimpleTrainer | StepTrainer] | None = None,
+) -> SimpleTrainer | StepTrainer:
+    """The trainer without hooks, of a class or with the step that fits the model."""
+    period = cfg.train.log_period
+    if cfg.train.epoch_length:
+        period = in_iterations(period, cfg.train.epoch_length)
+    if trainer_class is None:
+        has_step = hasattr(unwrap_model(model), "train_step")
+        trainer_class = StepTrainer if has_step else SimpleTrainer
+    trainer = trainer_class(model, loader, optim_wrapper, period)
+    trainer.epoch_length = cfg.train.epoch_length or trainer.epoch_length
+    return trainer
+
+
+def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
+    """Set ``train.max_iter`` from ``train.max_epochs``, and what refers to it."""
+    train = cfg.train
+    if train.max_epochs is not None:
+        train.max_iter = end_of_run(0, train.max_iter, train.max_epochs, epoch_length)
+        resolve(cfg)
+
+
+def build_checkpointer(
+    cfg: Any, trainer: SimpleTrainer | StepTrainer, strategy: BaseStrategy
+) -> Checkpointer:
+    """What saves and loads the model and the trainer, in the output folder."""
+    options = cfg.train.checkpointer
+    return Checkpointer(
+        trainer.model,
+        cfg.train.output_dir,
+        background=options.background,
+        sharded=options.sharded or strategy.saves_shards,
+        # A proxy: the trainer owns the checkpointer, not the other way round.
+        trainer=weakref.proxy(trainer),
+    )
+
+
+def build_hooks(
+    cfg: Any, model: nn.Module, checkpointer: Checkpointer
+) -> list[hooks.HookBase | None]:
+    """The default hooks, with the averaged model's if it is asked for, and the configured ones."""
+    train = cfg.train
+    ema = None
+    if train.ema.enabled:
+        ema = hooks.EMA(model, train.ema.decay)
+    is_of_average = str(train.best_metric).startswith("ema/")  # see build_evaluation
+    found = default_hooks(
+        scheduler=instantiate(cfg.get("lr_multiplier")),
+        checkpointer=checkpointer,
+        checkpoint_period=train.checkpointer.period,
+        max_to_keep=train.checkpointer.max_to_keep,
+        eval_function=build_evaluation(cfg, model, ema),
+        eval_period=train.eval_period,
+        best_metric=train.best_metric,
+        best_mode=train.best_mode,
+        best_ema=ema if is_of_average else None,
+        writers=[
+            *default_writers(train.output_dir),
+            *instantiate(cfg.get("writers", [])),
+        ],
+        log_period=train.log_period,
+        watchdog_s=train.watchdog_s,
+    )
+    # Behind the timer and the schedule, right before the evaluation.
+    return [*found[:2], ema, *instantiate(cfg.get("hooks", [])), *found[2:]]
+
+
+def build_evaluation(
+    cfg: Any, model: nn.Module, ema: hooks.EMA | None = None
+) -> Callable[[], dict[str, Any]]:
+    """The function that evaluates while training; of averaged weights under ``"ema"`` too.
+
+    Args:
+        cfg: the configuration, with test data and what judges them.
+        model: the model.
+        ema: the hook with the averaged weights, if there is one.
+    """
+
+    @cache
+    def evaluator() -> Any:
+        """What judges the outputs; the first evaluation builds it, since it may take long."""
+        return instantiate(cfg.dataloader.get("evaluator"))
+
+    def once() -> dict[str, Any]:
+        # So that all ranks evaluate what a checkpoint holds.
+        broadcast_buffers(model)
+        return evaluate(cfg, model, evaluator(), step="val_step")
+
+    def run() -> dict[str, Any]:
+        results = once()
+        if ema is None:
+            return results
+        logger.info("Evaluating the averaged model")
+        with ema.swap():
+            return {**results, "ema": once()}
+
+    return run
+
+
+def evaluate(
+    cfg: Any, model: nn.Module, evaluator: Any = None, *, step: str = "test_step"
+) -> dict[str, Any]:
+    """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
+
+    With a dict of several test loaders the results are by their names, as in
+    ``val/classification/accuracy``.
+
+    Args:
+        cfg: the configuration.
+        model: the model.
+        evaluator: as :func:`hooktrain.evaluation.inference_on_dataset` takes it; None takes
+            ``dataloader.evaluator``.
+        step: the method that is called of a model that owns its steps.
+
+    Returns:
+        The results; nothing without test data or an evaluator.
+    """
+    evaluator = evaluator or instantiate(cfg.dataloader.get("evaluator"))
+    loader = instantiate(cfg.dataloader.get("test"))
+    if loader is None or evaluator is None:
+        return {}
+    return inference_on_dataset(model, loader, evaluator, step=step)

@@ -1,0 +1,75 @@
+"""What ``train`` of a configuration can hold."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hooktrain.utils.names import did_you_mean
+
+
+def train_settings() -> dict[str, Any]:
+    """What ``train`` of a configuration can hold, with its defaults, in a new dict."""
+    return dict(
+        output_dir="./output",
+        init_checkpoint="",  # weights to start from, a path or an address; "" for none
+        # What --resume loads: None is all, else a list such as ["model", "trainer.optimizer"].
+        resume_parts=None,
+        max_iter=None,  # where the run ends, such as 90000
+        max_epochs=None,  # in place of max_iter. Periods may be texts such as "1 epoch"
+        epoch_length=None,  # iterations of an epoch; None asks the loader
+        seed=1,  # None draws one and writes it into config.json, where --resume takes it from
+        # "auto" takes the processes that there are. Others are a name such as "FSDPStrategy", or a
+        # call with options, such as L(FSDPStrategy)(wrap=["Block"]).
+        strategy="auto",
+        device=None,  # None is the accelerator, if there is one; else like "cpu" or "cuda:1"
+        # True, names of classes such as ["Block"], or a dict of torch.compile's arguments.
+        compile=False,
+        # Names of classes such as ["Block"], which are computed again in the backward pass.
+        activation_checkpointing=None,
+        cudnn_benchmark=False,
+        amp=dict(enabled=False, dtype="float16"),
+        accumulative_counts=1,  # batches to one update
+        clip_grad=None,  # like dict(max_norm=1.0), or dict(type="value", clip_value=0.5)
+        # type chooses the wrapper by name, such as "SeparateDistributedDataParallel" for a GAN.
+        ddp=dict(
+            type=None,
+            broadcast_buffers=False,
+            find_unused_parameters=False,
+            fp16_compression=False,
+        ),
+        sync_bn=None,  # "torch": batch norms take their statistics from the batches of all ranks
+        # enable=True multiplies learning rates by the batch of all ranks over base_batch_size
+        auto_scale_lr=dict(enable=False, base_batch_size=None),
+        ema=dict(enabled=False, decay=0.999),
+        checkpointer=dict(
+            period=5000,
+            max_to_keep=100,
+            background=False,  # training waits for a copy of the state only, and a thread writes it
+            sharded=False,  # a folder that each rank writes its part of, instead of one file
+        ),
+        eval_period=5000,  # 0 evaluates at the end only
+        best_metric=None,  # such as "classification/accuracy": keeps model_best.pth
+        best_mode=None,  # whether its "max" or its "min" is best
+        # Results that are checked at the end, as [("classification", "accuracy", 99.0, 1.0)].
+        expected_results=None,
+        log_period=20,
+        watchdog_s=0,  # ends a process that makes no progress for so long; 0 waits for ever
+    )
+
+
+def check_settings(train: Mapping[str, Any]) -> None:
+    """Raise a ValueError for an unknown key of ``train``, or of a dict in it."""
+    known = train_settings()
+    open_keys = {"ddp"}  # DistributedDataParallel has more options
+    _refuse_unknown("train", train, known)
+    for name, default in known.items():
+        given = train.get(name)
+        if isinstance(default, dict) and name not in open_keys and given is not None:
+            _refuse_unknown(f"train.{name}", given, default)
+
+
+def _refuse_unknown(
+    where: str, given: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"nothing reads {where}.{key}{did_you_mean(key, known)}")
