@@ -226,14 +226,14 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
     size = max(1, int(gigabytes * 1e9 / 4 / count))
     state = {f"layer_{i}": torch.rand(size) for i in range(count)}
     total = count * size * 4 / 1e9
-    _, rooms = copy_to_host(state, {}, False)
+    _, memory = copy_to_host(state, {}, False)
     content = memoryview(torch.rand(count * size).numpy()).cast("B")
     raw, ours, plain = folder / "raw", folder / "ours.pth", folder / "plain.pth"
     sharded = folder / "sharded"
     # In this order: what reads comes after what writes.
     steps: dict[str, Callable[[], object]] = {
         "copy into fresh memory": lambda: copy_to_host(state, {}, False),
-        "copy into kept memory": lambda: copy_to_host(state, rooms, False),
+        "copy into kept memory": lambda: copy_to_host(state, memory, False),
         "write and fsync": lambda: write_durably(raw, content),
         "torch.save, not synced": lambda: torch.save(state, plain),
         "save_file (checksums, fsync)": lambda: save_file(state, ours),

@@ -26,7 +26,7 @@ from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk
 from hooktrain.utils.names import refuse_overrides
 from hooktrain.utils.tensors import full_tensors
 
-# Ranks that have failed are ended by their launcher after 10 s.
+# A launcher ends the other ranks 10 s after one has failed.
 _GIVE_UP_SECONDS = 5.0
 
 State = dict[str, Any]
@@ -36,18 +36,18 @@ OnFull = Callable[[OSError], object] | None
 
 
 class Checkpointer:
-    """Saves and loads a model and what else has a state, such as a trainer.
+    """Saves and loads a model, and other objects that have a state, such as a trainer.
 
     A checkpoint ``<save_dir>/<name>.pth`` holds ``{"model": ..., <name of checkpointable>: ...,
-    "iteration": ...}``, as detectron2's do, which load too. ``last_checkpoint`` names the one to
-    resume from. All ranks or one may save; all must, if the model is sharded.
+    "iteration": ...}``, as those of detectron2 do, which it loads too. The file ``last_checkpoint``
+    names the one to resume from. All ranks or one may save; if the model is sharded, all must.
 
     Args:
-        model: a wrapper of DDP or DataParallel is taken off.
+        model: saved without its wrapper of DDP or DataParallel.
         save_dir: the folder, made at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default the main process does.
         background: a thread writes a copy of the state while training goes on. The memory of the
-            copy is kept. The next save or :meth:`wait` raises what failed.
+            copy is kept for the next one. The next save or :meth:`wait` raises what failed.
         sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
             ranks see. Any number of ranks loads files and folders, whatever this is.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
@@ -58,20 +58,18 @@ class Checkpointer:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
     """
 
-    # What fvcore's calls and its subclasses override.
-    _not_called: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            "_load_file",
-            "_torch_load",
-            "_load_model",
-            "_convert_ndarray_to_tensor",
-            "_log_incompatible_keys",
-        ),
-        "derive from hooktrain.compat.detectron2.Checkpointer, which calls it",
+    # Subclasses of fvcore's Checkpointer override these methods.
+    _not_called: ClassVar[Iterable[str]] = (
+        "_load_file",
+        "_torch_load",
+        "_load_model",
+        "_convert_ndarray_to_tensor",
+        "_log_incompatible_keys",
     )
 
     def __init_subclass__(cls) -> None:
-        refuse_overrides(cls, cls._not_called)
+        hint = "derive from hooktrain.compat.detectron2.Checkpointer, which calls it"
+        refuse_overrides(cls, dict.fromkeys(cls._not_called, hint))
 
     def __init__(
         self,
@@ -95,15 +93,19 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self._worker = BackgroundWorker("checkpoint")
-        self._rooms: Any = {}
-        self._group: ProcessGroup | None = None
+        self._memory: Any = {}  # of the copy that the background writes
+        self._group: ProcessGroup | None = None  # of the background's threads
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
         """Save and load one more object.
 
+        Args:
+            key: its name in the checkpoint.
+            checkpointable: an object with ``state_dict`` and ``load_state_dict``.
+
         Raises:
-            KeyError: the name is taken.
-            TypeError: it has no ``load_state_dict``.
+            KeyError: if the name is taken.
+            TypeError: if the object has no ``load_state_dict``.
         """
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
@@ -113,22 +115,24 @@ class Checkpointer:
 
     @staticmethod
     def check_name(name: str) -> None:
-        """Raise a ValueError for what no checkpoint can be named."""
+        """Raise a ValueError if no checkpoint can have this name."""
         if name[:1] in ("", ".") or name != os.path.basename(name):
             raise ValueError(
                 f"name must be a visible file name without a folder, got {name!r}"
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Lock the folder, before the first step of a run.
+        """Make and lock the folder, and try what a save would collect.
+
+        :class:`hooktrain.engine.hooks.PeriodicCheckpointer` calls it before the first step.
 
         Args:
-            is_new: warn of the checkpoints that the run may overwrite.
+            is_new: whether to warn of the checkpoints that the run may overwrite.
 
         Raises:
-            TypeError: :meth:`save` would refuse a state.
-            RuntimeError: another run is using the folder.
-            OSError: it cannot be made.
+            TypeError: if :meth:`save` would refuse a state.
+            RuntimeError: if another run is using the folder.
+            OSError: if the folder cannot be made.
         """
         storable(self._states())
         if not (self.save_to_disk and self.save_dir):
@@ -151,8 +155,12 @@ class Checkpointer:
         return states
 
     def content(self, extra: State) -> State:
-        """What is saved. A subclass may change it."""
-        # Unlike braces, dict() refuses two entries of one name.
+        """The content of a checkpoint, which a subclass may change.
+
+        Args:
+            extra: the further entries that were given to :meth:`save`.
+        """
+        # Unlike a display in braces, dict() refuses two entries of one name.
         return dict(model=self.model.state_dict(), **self._states(), **extra)
 
     def save(
@@ -167,28 +175,30 @@ class Checkpointer:
         """Write or replace a checkpoint; then make it the one to resume from.
 
         Args:
-            name: without folder and ``.pth``.
+            name: of the file or folder, without its folder and ``.pth``.
             tag: False leaves the resume point where it is, as for the best model.
-            on_saved: called with the path when that is complete, by one process, perhaps in a
-                thread.
-            on_full: called with the error of a full disk or a vanished folder, not to raise it.
-            extra: more entries, of tensors and plain types, such as ``iteration=99``.
+            on_saved: called with the path when the checkpoint is complete, by one process, and in
+                a thread if it is saved in the background.
+            on_full: called with the error of a full disk or a vanished folder, which is not raised
+                then.
+            extra: further entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
-            ValueError: ``name`` has a folder.
-            TypeError: something could not be loaded back; with its key.
-            OSError: the disk is full or fails. The files are as they were.
-            Exception: what failed in the background before. Nothing is saved then.
+            ValueError: if ``name`` has a folder.
+            TypeError: if something could not be loaded back; the message names its key.
+            OSError: if the disk is full or fails. The files are as they were.
+            Exception: what has failed in the background before. Nothing is saved then.
         """
         self.check_name(name)
         if not self.save_dir:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
-        self._worker.wait()  # first, since what failed may change a state
+        # First, since on_full of the save before may change a state.
+        self._worker.wait()
         state = storable(self.content(extra))
         if not self.sharded:
             name += ".pth"
-            # The copy for the background does it.
+            # The copy that the background writes puts sharded tensors together by itself.
             if not (self.background and self.save_to_disk):
                 state = full_tensors(state)
             if not self.save_to_disk:
@@ -211,21 +221,21 @@ class Checkpointer:
     def _write_in_background(
         self, write: Callable[[State], None], state: State
     ) -> None:
-        """Copy a state into host memory; a thread writes that."""
+        """Copy a state into host memory, and let a thread write the copy."""
         from hooktrain.checkpoint.folders import copy_to_host
 
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
-            # The thread's own.
+            # Collectives of the thread must not mix with those of the training.
             self._group = dist.new_group(backend="gloo")  # type: ignore[assignment, unused-ignore]
-        # Host-device synchronisation: the copy arrives.
-        copied, self._rooms = copy_to_host(state, self._rooms, not self.sharded)
-        # A rank that ends does not wait for others that may never come.
+        # Host-device synchronisation.
+        copied, self._memory = copy_to_host(state, self._memory, not self.sharded)
+        # A daemon does not keep this rank alive while it waits for ranks that have failed.
         self._worker.submit(partial(write, copied), daemon=self._group is not None)
 
     def _write(
         self, state: State, path: str, finish: Callable[[], None], on_full: OnFull
     ) -> None:
-        """Write a file alone, or a folder with all ranks; perhaps in a thread."""
+        """Write a file in this process, or a folder together with all ranks."""
         try:
             if self.sharded:
                 from hooktrain.checkpoint.folders import save_folder
@@ -237,17 +247,18 @@ class Checkpointer:
                 write_file(state, path)
                 finish()
         except OSError as error:
-            is_gone = isinstance(error, FileNotFoundError)  # the next save makes it
+            # A folder that has vanished is made again by the next save.
+            is_gone = isinstance(error, FileNotFoundError)
             if on_full is None or not (is_gone or is_disk_full(error)):
                 raise
             on_full(error)
 
     def wait(self) -> None:
-        """Wait for the background, and raise what failed there."""
+        """Wait for the save in the background, and raise what has failed there."""
         self._worker.wait()
 
     def give_up(self) -> None:
-        """:meth:`wait`, but not long for ranks that have perhaps failed."""
+        """Wait as :meth:`wait` does, but only some seconds where other ranks may have failed."""
         seconds = _GIVE_UP_SECONDS if self._group else None
         if not self._worker.wait(seconds):
             self.logger.error("The checkpoint that is being saved is given up")
@@ -261,16 +272,16 @@ class Checkpointer:
         Args:
             path: of a file or folder, or an address (:func:`hooktrain.checkpoint.local_path`). ""
                 and None load nothing.
-            checkpointables: names of those to load beside the model; by default all.
+            checkpointables: the names of those to load beside the model; None loads all.
                 ``"trainer.optimizer"`` is loaded by ``load_state_dict(state, only={"optimizer"})``.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
 
         Raises:
-            OSError: one rank cannot read it.
-            CorruptCheckpointError: it is broken or unsafe.
-            ValueError: one of ``checkpointables`` is unknown, or not in the file.
+            OSError: on every rank, if one cannot read the checkpoint.
+            CorruptCheckpointError: if it is broken or unsafe.
+            ValueError: if one of ``checkpointables`` is unknown, or not in the file.
         """
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
@@ -286,13 +297,19 @@ class Checkpointer:
     def read_newest(self) -> tuple[str, State] | None:
         """The path and the content of the newest intact checkpoint of ``save_dir``. Collective.
 
+        Returns:
+            None if there is no checkpoint to resume from.
+
         Raises:
-            CorruptCheckpointError: there are some, and none is intact.
+            CorruptCheckpointError: if there are some, and none is intact.
         """
         on_all_ranks(self.wait)
-        in_turn = names_to_resume(self.save_dir)
+        candidates = names_to_resume(self.save_dir)
         problems = []
-        while name := on_main_process(lambda: next(in_turn, None)):
+        while True:
+            name = on_main_process(lambda: next(candidates, None))
+            if name is None:
+                break
             path = os.path.join(self.save_dir, name)
             try:
                 return path, read_on_all_ranks(path, self.model)
@@ -320,14 +337,19 @@ class Checkpointer:
         resume: bool = True,
         checkpointables: Names = None,
     ) -> State:
-        """Go on as :meth:`read_newest` says, or load the model from ``path``. Collective.
+        """Resume from the newest intact checkpoint, or load the model from ``path``. Collective.
 
-        As :meth:`load`; to go on, all shapes must be the model's.
+        It loads and raises as :meth:`load` and :meth:`read_newest` do. A run is resumed only if
+        all tensors in the checkpoint have the shapes of the model's.
 
         Args:
-            path: the model to start from, if there is no checkpoint; "" for none.
+            path: the model to start from, if there is no checkpoint in ``save_dir``; "" for none.
             resume: whether to look into ``save_dir``.
-            checkpointables: see :meth:`load`; None needs all of them.
+            checkpointables: see :meth:`load`. To resume, all of them must be in the checkpoint if
+                this is None.
+
+        Returns:
+            The entries that were not loaded, such as ``{"iteration": 99}``.
         """
         found = self.read_newest() if resume and self.save_dir else None
         if found is None:

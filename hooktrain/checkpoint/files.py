@@ -46,7 +46,7 @@ class CorruptCheckpointError(RuntimeError):
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Whether there is a folder of shards, intact or not; none while its name is hidden."""
+    """Whether there is a folder of shards, intact or not. One with a hidden name does not count."""
     path = Path(path)
     if path.name.startswith("."):
         return False
@@ -54,15 +54,15 @@ def is_folder(path: AnyPath) -> bool:
 
 
 def save_file(state: dict[str, Any], path: AnyPath) -> None:
-    """Write a state to a file; one of that name is replaced when the new one is on the disk.
+    """Write a state to a file. A file of that name is replaced when the new one is on the disk.
 
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets.
         path: of the file.
 
     Raises:
-        TypeError: something could not be loaded back.
-        OSError: the disk is full or fails. The old file is as it was.
+        TypeError: if something could not be loaded back.
+        OSError: if the disk is full or fails. The old file is as it was.
     """
     write_file(storable(state), path)
 
@@ -84,11 +84,11 @@ def write_file(state: dict[str, Any], path: AnyPath) -> None:
 def verify_file(path: AnyPath) -> None:
     """Read the whole file and compare every checksum in it (some GB/s).
 
-    Files without checksums pass if they look as they should.
+    A file without checksums passes if its structure is right.
 
     Raises:
-        CorruptCheckpointError: it is broken, compressed, or no file of torch.
-        OSError: it cannot be opened.
+        CorruptCheckpointError: if it is broken, compressed, or no file of torch.
+        OSError: if it cannot be opened.
     """
     with open(path, "rb") as file, reading(path):
         problem = _find_problem(file)
@@ -104,28 +104,28 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
         map_location: the device on which the tensors arrive.
 
     Raises:
-        CorruptCheckpointError: it is broken, or holds more than tensors and plain types.
-        MemoryError: it does not fit into memory; torch also raises RuntimeError.
-        OSError: it cannot be opened.
+        CorruptCheckpointError: if it is broken, or holds more than tensors and plain types.
+        MemoryError: if it does not fit into memory; torch raises RuntimeError as well.
+        OSError: if it cannot be opened.
     """
     verify_file(path)
     return load_verified(path, map_location)
 
 
 def load_verified(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
-    """Load a file that was verified; see :func:`load_file`."""
+    """Load a file that has been verified; see :func:`load_file`."""
     with reading(path):
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
 @contextmanager
 def reading(path: AnyPath) -> Iterator[None]:
-    """Make a CorruptCheckpointError of any error but a lack of memory."""
+    """Turn any error but a lack of memory into a CorruptCheckpointError."""
     try:
         yield
     except (CorruptCheckpointError, MemoryError):
         raise
-    except Exception as error:  # zipfile alone raises nine types
+    except Exception as error:  # zipfile alone raises nine types of them
         if "allocate memory" in str(error):
             raise
         raise CorruptCheckpointError(
@@ -134,7 +134,7 @@ def reading(path: AnyPath) -> Iterator[None]:
 
 
 def storable(value: Any, name: str = "") -> Any:
-    """Copy a state; refuse what ``torch.load(weights_only=True)`` would refuse.
+    """Copy a state, and refuse what ``torch.load(weights_only=True)`` would refuse.
 
     Args:
         value: the state, or a part of it.
@@ -144,7 +144,7 @@ def storable(value: Any, name: str = "") -> Any:
         The copy, with the same tensors, and with numbers of numpy as Python's.
 
     Raises:
-        TypeError: something is refused; with its dotted key.
+        TypeError: if something is refused; the message has its dotted key.
     """
     if is_sharded(value):
         return value
@@ -152,7 +152,7 @@ def storable(value: Any, name: str = "") -> Any:
     def inside(key: object, item: Any) -> Any:
         return storable(item, f"{name}.{key}".removeprefix("."))
 
-    # torch saves attributes too (a state dict has ``_metadata``).
+    # torch saves attributes too, such as the ``_metadata`` of a state dict.
     for attribute, item in getattr(value, "__dict__", {}).items():
         inside(attribute, item)
     kind = type(value)
@@ -178,7 +178,7 @@ def _is_storable_leaf(value: Any) -> bool:
     kind = type(value)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return not value.is_meta
-    # torch's unpickler refuses empty ones.
+    # torch's unpickler refuses empty bytes.
     if kind is bytes:
         return len(value) > 0
     return kind in _PLAIN_TYPES
@@ -196,7 +196,7 @@ def _find_problem(file: IO[bytes]) -> str:
         for part in parts:
             if part.compress_type != zipfile.ZIP_STORED:
                 return f"{part.filename} is compressed, and might fill the memory"
-            # torch would leave its tensor uninitialised.
+            # torch would read nothing, and leave the tensor uninitialised.
             if part.external_attr & 0x10:
                 return f"{part.filename} is marked as a folder"
         has_checksums = any(part.CRC for part in parts)

@@ -1,9 +1,9 @@
 """Folders of shards: each rank writes its part of the tensors, on a disk that all ranks see.
 
-The tensors are in files of torch.distributed.checkpoint. ``state.pth`` has everything else, and
-says where the parts of each tensor are. So torch's own ``.metadata``, a pickle that may
-run any code, is not read. ``manifest.pth`` has size and digest of each file; they are compared
-before anything is read. The folder gets its name when it is complete.
+The tensors are in files of torch.distributed.checkpoint. ``state.pth`` holds everything else, and
+says where the parts of each tensor are, so that torch's own ``.metadata``, a pickle that may run
+any code, need not be read. ``manifest.pth`` holds the size and the digest of each file, which are
+compared before anything is read. The folder gets its name when it is complete.
 """
 
 import hashlib
@@ -54,15 +54,17 @@ Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
 
 Parts = dict[str, list[tuple[Any, ...]]]
-"""Of each part of each tensor: offsets, sizes, file, and where it begins and how long it is."""
+"""For each tensor by name, its parts: offsets and sizes in the tensor, the name of the file, and
+offset and length in the file."""
 
 Digests = dict[str, tuple[int, str]]
 """The size and the sha256 of each file, by its name."""
 
-# From CUDA, memory that is not pinned takes longer to fill; to pin it takes long, once.
+# A copy from CUDA into pinned memory is faster. Pinning itself takes long, so small tensors are not
+# worth it.
 _PINNED_BYTES = 1 << 20
 
-# torch warns of a save by one process without a process group, which is fine here.
+# torch warns where one process without a process group saves, which is intended here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
@@ -74,17 +76,17 @@ def save_folder(
     A sharded checkpoint of that name is replaced.
 
     Args:
-        state: tensors and plain types, nested in dicts, lists, tuples and sets. Of a DTensor each
-            rank writes its shard. Of all else the main process's is written.
-        folder: its final name.
-        group: of all ranks. In a thread, one that nobody else uses.
+        state: tensors and plain types, nested in dicts, lists, tuples and sets. Each rank writes
+            its shards of DTensors; the main process writes everything else.
+        folder: the path of the folder.
+        group: of all ranks. A thread needs one that nobody else uses.
 
     Raises:
         ValueError: on every rank, if two tensors have one dotted name, or the ranks do not hold
             the shards of the same tensors.
         FileExistsError: if something else than a sharded checkpoint has that name.
-        OSError: on every rank, if the disk of one is full or fails, or gives back something else
-            than was written. The old folder is as it was.
+        OSError: on every rank, if the disk of one is full or fails, or does not give back what was
+            written. The old folder is as it was.
     """
     target = Path(folder)
     skeleton, tensors = _split(state)
@@ -114,10 +116,10 @@ def save_folder(
             files = {path.name: _digest(path) for path in temporary.glob("[!_]*")}
             for digests in of_all:
                 files |= digests
-            lacking = files.keys() - os.listdir(temporary)
-            if lacking:
+            missing = files.keys() - os.listdir(temporary)
+            if missing:
                 raise OSError(
-                    f"{temporary} lacks {lacking}: the ranks do not share the disk"
+                    f"{missing} is missing in {temporary}: the ranks do not share the disk"
                 )
             write_file({"files": files}, temporary / MANIFEST)
             stack.close()  # the rename
@@ -159,49 +161,49 @@ def read_folder(
 
     Args:
         folder: of :func:`save_folder`.
-        model: a tensor is read as this rank's shard if its keys have the name of a sharded tensor
-            of this model, of the same shape: the weights, their averages, the state of an
-            optimizer by names. All others are read in full.
-        map_location: where these go. On ``"meta"`` they have no data.
+        model: of a tensor only this rank's shard is read if a sharded tensor of this model has its
+            shape, and a name that is part of its dotted key. These are weights, their averages,
+            and the state of an optimizer. All other tensors are read in full.
+        map_location: the device of tensors that are read in full. On ``"meta"`` they have no data.
 
     Raises:
-        CorruptCheckpointError: if it asks to run code, or is not what :func:`save_folder` writes.
+        CorruptCheckpointError: if it asks to run code, or was not written by :func:`save_folder`.
     """
     own = {} if model is None else model.state_dict()
     shards = {name: value for name, value in own.items() if is_sharded(value)}
     tensors: dict[str, Tensor] = {}
 
-    def make_room(keys: Keys, leaf: Any) -> Any:
+    def allocate(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
         name = _dotted(keys)
-        tensors[name] = _room_for(leaf, name, shards, map_location)
+        tensors[name] = _empty_tensor(leaf, name, shards, map_location)
         return tensors[name]
 
     with reading(folder):
         content = load_file(Path(folder) / STATE, map_location)
         state: dict[str, Any] = content["state"]
         if torch.device(map_location).type != "meta":
-            state = map_leaves(make_room, state)
+            state = map_leaves(allocate, state)
             _read_tensors(tensors, content["parts"], Path(folder))
     return state
 
 
 @torch.no_grad()
-def copy_to_host(state: Any, rooms: Any, whole: bool) -> Any:
-    """Copy a nested state into host memory, that of the copy before.
+def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
+    """Copy a nested state into the host memory that the copy before it has used.
 
-    It takes as much memory as the state. For large tensors on CUDA it is pinned, and torch
-    rounds their sizes up to a power of two. One tensor under two names is one in the copy
-    too.
+    That is as much memory as the state needs. For large tensors on CUDA it is pinned, and torch
+    rounds their sizes up to a power of two. A tensor that the state holds under two names is one
+    tensor in the copy too.
 
     Args:
         state: it is not changed.
-        rooms: the memory of the copy before; at first an empty dict.
+        memory: what the call before has returned beside its copy; at first an empty dict.
         whole: put sharded tensors together, one by one. That is collective.
 
     Returns:
-        The copy, and its memory.
+        The copy, and the memory to give to the next call.
     """
     used: Any = {}
 
@@ -211,32 +213,31 @@ def copy_to_host(state: Any, rooms: Any, whole: bool) -> Any:
         own = data = local_tensor(leaf)
         if whole:
             data = full_tensor(leaf)
-        # What is trained stays where it is.
-        place = (
-            own.data_ptr() or id(leaf),  # empty tensors are nowhere
-            own.stride(),
-            data.shape,
-            data.dtype,
-        )
-        if place not in rooms:
-            rooms[place] = torch.empty_like(
+        # A tensor of the training keeps its address, so its copy finds its memory again.
+        # An empty tensor has no address.
+        address = own.data_ptr() or id(leaf)
+        key = (address, own.stride(), data.shape, data.dtype)
+        if key not in memory:
+            memory[key] = torch.empty_like(
                 data,
                 device="cpu",
                 pin_memory=data.is_cuda and data.nbytes >= _PINNED_BYTES,
             )
         # Host-device synchronisation.
-        room = used[place] = rooms[place].copy_(data)
+        copied = used[key] = memory[key].copy_(data)
         if whole or not is_sharded(leaf):
-            return room
-        return DTensor(room, leaf._spec, requires_grad=False)  # type: ignore[attr-defined]
+            return copied
+        return DTensor(copied, leaf._spec, requires_grad=False)  # type: ignore[attr-defined]
 
     return map_leaves(take, state), used
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A copy of a state with tensors without data in place of the tensors, and these by names.
+    """Take the tensors out of a state.
 
-    Sparse tensors stay where they are.
+    Returns:
+        A copy of the state, with tensors on ``"meta"``, which have no data, in their places; and
+        the tensors by their dotted keys. Sparse tensors are left in the copy.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -258,18 +259,18 @@ def _dotted(keys: Keys) -> str:
     return ".".join(map(str, keys))
 
 
-def _room_for(
-    tensor: Tensor, path: str, shards: Mapping[str, Tensor], device: Any
+def _empty_tensor(
+    tensor: Tensor, key: str, shards: Mapping[str, Tensor], device: Any
 ) -> Tensor:
-    """Memory for a tensor, sharded as the one of its shape whose name is in its path."""
+    """Memory for a tensor, sharded as the one of its shape whose name is part of its key."""
     for name, shard in shards.items():
-        if shard.shape == tensor.shape and f".{name}." in f".{path}.":
+        if shard.shape == tensor.shape and f".{name}." in f".{key}.":
             return torch.empty_like(shard, dtype=tensor.dtype)
     return torch.empty_like(tensor, device=device)
 
 
 class _HashedFile(io.BufferedWriter):
-    """A file that takes the digest of what is written to it."""
+    """A file that computes the digest of what is written to it."""
 
     def __init__(self, path: AnyPath) -> None:
         super().__init__(io.FileIO(path, "w"))
@@ -284,7 +285,7 @@ class _HashedFile(io.BufferedWriter):
 
 
 class _Files(filesystem.FileSystem):
-    """Makes the files of a rank, and has the digests of its shards."""
+    """Opens the files of a rank, and knows the digests of its shards."""
 
     def __init__(self) -> None:
         self._files: dict[str, _HashedFile] = {}
@@ -303,7 +304,7 @@ class _Files(filesystem.FileSystem):
 
 
 class _Writer(filesystem.FileSystemWriter):
-    """Says that a disk is full before the exception is sent to other ranks, without its cause."""
+    """Raises the OSError of a full disk, as exceptions reach other ranks without their cause."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -316,25 +317,25 @@ class _Writer(filesystem.FileSystemWriter):
 def _save_tensors(
     tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
 ) -> tuple[Parts, Digests]:
-    """Write this rank's shards, and on the main process whole tensors.
+    """Write this rank's shards, and on the main process the tensors that are not sharded.
 
     Returns:
-        All parts, and what this rank has written.
+        The parts that all ranks have written, and the digests of this rank's files.
     """
     own = tensors
     if not comm.is_main_process():
         own = {name: each for name, each in tensors.items() if is_sharded(each)}
-    # Copying ahead would use the accelerator, from another thread.
+    # To copy ahead, torch would use the accelerator from another thread.
     writer = _Writer(folder, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
-    # Plans are kept: to agree on them takes the main process long, for each tensor of each rank.
+    # Plans are kept, since it takes long to agree on one for each tensor of each rank.
     planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
     try:
         saved: Any = save(
             own, storage_writer=writer, planner=planner, process_group=group
         )
     except CheckpointException as error:
-        # torch would mix plans that failed with later ones. They fail on all ranks alike.
+        # torch would mix the plans of this save, which has failed on all ranks, with later ones.
         SavePlanner._cached_all_plans.clear()
         SavePlanner._cached_save_plan.clear()
         first, _ = next(iter(error.failures.values()))
@@ -362,12 +363,12 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
     saved = Metadata({}, storage_data={})
     for name, tensor in tensors.items():
         chunks = []
-        for offsets, sizes, file, *place in parts[name]:
+        for offsets, sizes, file, begin, length in parts[name]:
             if file not in verified:
                 raise CorruptCheckpointError(f"{folder / file} is not in its manifest")
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             index = MetadataIndex(name, offsets)
-            saved.storage_data[index] = filesystem._StorageInfo(file, *place)
+            saved.storage_data[index] = filesystem._StorageInfo(file, begin, length)
         if not chunks:
             raise ValueError(f"{name} has no part")
         properties = TensorProperties(tensor.dtype)
@@ -384,8 +385,8 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
 
 
 def _refuse_holes(saved: Metadata) -> None:
-    """Parts that do not fill a tensor would leave in it what the memory held before."""
-    plans = [SavePlan([])] * 2  # of two plans it also compares the sizes
+    """Refuse parts that do not fill their tensor: the rest would be uninitialised memory."""
+    plans = [SavePlan([])] * 2  # for one plan torch does not compare the sizes
     problems = _validate_global_plan(plans, saved)
     if problems:
         raise ValueError(f"parts are missing or overlap: {problems}")

@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 def verify_checkpoint(path: str, rank: int = 0, world_size: int = 1) -> None:
-    """Read all of a file or a folder, and compare it with its checksums.
+    """Read a whole file or folder, and compare it with its checksums.
 
     Args:
         path: of the file or folder.
@@ -59,11 +59,11 @@ def verify_checkpoint(path: str, rank: int = 0, world_size: int = 1) -> None:
 def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
     """Verify and load a file or a folder; the result has the model's state under ``"model"``.
 
-    That is ``"state_dict"`` in the files of MMEngine and Lightning. A bare state dict (tensors by
-    name) is taken as the model's.
+    The files of MMEngine and Lightning have that under ``"state_dict"``. A bare state dict (tensors
+    by name) is taken as the model's.
 
     Args:
-        path: of the file or folder. This process reads it alone.
+        path: of the file or folder, which this process reads alone.
         map_location: the device on which the tensors arrive.
 
     Raises:
@@ -78,9 +78,9 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     """Verify and load a file or a folder on every rank; see :func:`read_checkpoint`. Collective.
 
     Args:
-        path: every rank must be able to read it.
-        model: of a folder, each rank verifies a part of the files, and reads no more than its
-            shards of what this model has sharded.
+        path: of the file or folder, which every rank must be able to read. The ranks divide the
+            files of a folder among themselves to verify them.
+        model: of a folder, each rank reads only its shards of what this model has sharded.
 
     Raises:
         CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
@@ -96,7 +96,7 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 def _read(
     path: str, model: nn.Module | None = None, map_location: str | torch.device = "cpu"
 ) -> State:
-    """Load what was verified."""
+    """Load a file or a folder that has been verified."""
     if is_folder(path):
         from hooktrain.checkpoint.folders import read_folder
 
@@ -107,7 +107,7 @@ def _read(
 
 
 def with_model(state: Any, path: str) -> State:
-    """What was read, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
+    """A file's content, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
     if isinstance(state, dict):
         for key in ("model", "state_dict"):
             if isinstance(state.get(key), dict):
@@ -122,7 +122,7 @@ def with_model(state: Any, path: str) -> State:
 
 
 def _is_of_a_model(state: State) -> bool:
-    # Modules may keep what they like as extra state (Module.get_extra_state).
+    # The extra state of a module may be anything (Module.get_extra_state).
     names = [name for name in state if not str(name).endswith("_extra_state")]
     return bool(names) and all(torch.is_tensor(state[name]) for name in names)
 
@@ -131,9 +131,9 @@ class IncompatibleKeys(NamedTuple):
     """How a loaded state differed from the model. Each name is in one of the lists only.
 
     Attributes:
-        missing_keys: in the model, and not in the file.
-        unexpected_keys: in the file, and not in the model.
-        incorrect_shapes: ``(name, shape in the file, shape in the model)``; these were not loaded.
+        missing_keys: the names that are in the model, and not in the file.
+        unexpected_keys: the names that are in the file, and not in the model.
+        incorrect_shapes: ``(name, shape in the file, shape in the model)`` of what was not loaded.
     """
 
     missing_keys: list[str]
@@ -165,9 +165,10 @@ def load_checkpoint(
         filename: a path, or an address such as ``https://...``; see :func:`local_path`. All ranks
             must load an address.
         map_location: where the tensors of the result are.
-        strict: raise if there is a difference.
+        strict: whether to raise an error if there is a difference.
         revise_keys: patterns and replacements; see :func:`revise_names`.
-        prefix: a module of the saved model: only its part is taken, after names were revised.
+        prefix: the name of a module in the saved model, after names were revised. Only the part of
+            this module is loaded.
 
     Returns:
         The content of the file, with the state of the model, as it was saved, under ``"model"``.
@@ -195,16 +196,17 @@ def load_model_state(
 ) -> IncompatibleKeys:
     """Load what fits by name and shape, and warn with a table of what does not.
 
-    A prefix ``module.`` on every name is taken off (a file of a wrapped model). Parameters that are
-    still uninitialised (lazy modules) take the shape of the file. A missing name whose tensor was
-    loaded under another name, because the model shares it, counts as loaded. Each rank takes its
-    part of what the model has sharded, so it is collective then.
+    If every name begins with ``module.``, as in a file of a wrapped model, that is removed.
+    Parameters that are still uninitialised (of lazy modules) take the shape in the file. A missing
+    name counts as loaded if the model shares its tensor, and that was loaded under another name.
+    Each rank takes its shards of what the model has sharded; then the call is collective.
 
     Args:
         model: changed in place.
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
-        strict: raise if there is a difference. As with torch, what fits was loaded then.
-        same_shapes: refuse a tensor of another shape.
+        strict: whether to raise an error if there is a difference. As with torch, what fits has
+            been loaded then.
+        same_shapes: whether to refuse a tensor of another shape, before anything is loaded.
 
     Raises:
         RuntimeError: with ``strict``, if there is a difference; if a value is no tensor.
@@ -231,7 +233,7 @@ def load_model_state(
             )
         incorrect.append((name, theirs, own))
         del loadable[name]
-    # Only a load tells what fits: modules may rename what older versions of them have saved.
+    # Only a load shows what fits: a module may rename what its older versions have saved.
     result = model.load_state_dict(loadable, strict=False)
     loaded = in_model.keys() - result.missing_keys
     if in_model and not loaded and not strict:
@@ -259,7 +261,7 @@ def _is_wrapped(state: Mapping[str, Any]) -> bool:
 
 
 def _shape(value: Any) -> Any:
-    """The shape of a tensor, if it has one: those of lazy modules have none yet."""
+    """The shape of a tensor; None for an uninitialised one, and for other values."""
     if not torch.is_tensor(value) or is_lazy(value):
         return None
     return tuple(value.shape)
@@ -268,7 +270,7 @@ def _shape(value: Any) -> Any:
 def _table_of(
     found: IncompatibleKeys, loaded: Mapping[str, Any], in_model: Mapping[str, Any]
 ) -> str:
-    """The differences by their shapes; what is missing or unexpected has one only."""
+    """A table of the differences. What is missing or unexpected has one shape only."""
     rows: list[Any] = [*found.incorrect_shapes]
     for name in [*found.missing_keys, *found.unexpected_keys]:
         rows.append((name, _shape(loaded.get(name)), _shape(in_model.get(name))))
@@ -276,7 +278,7 @@ def _table_of(
 
 
 def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
-    """The part of a state dict that belongs to one module, by the names that it has in itself.
+    """The part of a state dict that belongs to one module, with names inside of that module.
 
     >>> dict(take_prefix({"backbone.a": 1, "head.b": 2}, "backbone"))
     {'a': 1}
@@ -329,7 +331,7 @@ def revise_names(
 def _renamed(
     state: Mapping[str, Any], rename: Callable[[str], str | None]
 ) -> "OrderedDict[str, Any]":
-    """A copy with other names, and without what has none."""
+    """A copy with other names. Entries for which ``rename`` returns None are left out."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         new = rename(name)
@@ -337,8 +339,8 @@ def _renamed(
             raise ValueError(f"{name!r} and another one would both be named {new!r}")
         if new is not None:
             renamed[new] = value
-    # The versions of the modules, which they look at when they load, by the modules' names.
-    # That of the model itself is "", and the others lack the dot before names of tensors.
+    # The versions of the modules, which they look at when they load, are stored by the names of
+    # the modules: "" for the model itself, the others without a dot at the end.
     versions = {}
     for module, version in getattr(state, "_metadata", {}).items():
         new = rename(f"{module}.".removeprefix("."))
@@ -354,17 +356,17 @@ def choose_parts(
     checkpointables: Mapping[str, Any],
     names: Iterable[str] | None,
 ) -> dict[str, dict[str, Any]]:
-    """What to load beside the model, if that is possible.
+    """Decide what is loaded beside the model, and ask whether that is possible.
 
     Args:
-        path: where the state is from, for the messages.
-        state: a checkpoint.
-        checkpointables: what could be loaded, by name.
-        names: of those to load, or ``"trainer.optimizer"`` for a component; None for all that the
-            state has.
+        path: where the state comes from, for the messages.
+        state: the content of a checkpoint.
+        checkpointables: the objects that could be loaded, by name.
+        names: the names of those to load, or ``"trainer.optimizer"`` for a part of one; None for
+            all that the checkpoint has.
 
     Returns:
-        The arguments of ``load_state_dict`` beside the state, for each that is to be loaded.
+        For each object to load, by name, the arguments of ``load_state_dict`` beside the state.
 
     Raises:
         ValueError: if one of the names is not among the checkpointables, or not in the state.
@@ -372,20 +374,20 @@ def choose_parts(
     """
     if names is None:
         names = checkpointables.keys() & state
-        lacking = sorted(checkpointables.keys() - names)
-        if lacking:
-            logger.warning("%s holds no %s: they keep their state", path, lacking)
+        missing = sorted(checkpointables.keys() - names)
+        if missing:
+            logger.warning("%s has no %s: they keep their state", path, missing)
     arguments: dict[str, dict[str, Any]] = {}
-    # Who asks for a whole and for a component of it gets the whole, which comes last.
+    # An object comes after its parts: if both are asked for, the whole object is loaded.
     for name in sorted(as_list(names, str, "checkpointables"), reverse=True):
-        key, _, component = name.partition(".")
+        key, _, part = name.partition(".")
         if key == "model":  # always loaded
             continue
         _refuse_unknown(key, checkpointables, "the Checkpointer")
         _refuse_unknown(key, state, path)
-        if component:
-            _refuse_unknown(component, state[key], path)
-            arguments.setdefault(key, {"only": set()})["only"].add(component)
+        if part:
+            _refuse_unknown(part, state[key], path)
+            arguments.setdefault(key, {"only": set()})["only"].add(part)
         else:
             arguments[key] = {}
     for key, options in arguments.items():

@@ -1,8 +1,8 @@
 """Which checkpoints of a folder to resume from, and which to delete.
 
 A checkpoint is a file ``<name>.pth``, or a folder of shards ``<name>``. The file
-``last_checkpoint`` names the one to resume from, as in detectron2. If it is no help, the folder is
-searched.
+``last_checkpoint`` names the one to resume from, as in detectron2. If that is missing or broken,
+the other checkpoints of the folder are tried.
 """
 
 import logging
@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
 
-# Other names may be anybody's. A folder that was moved aside ends with ".old-".
+# Files with other names may be anybody's. A folder that was moved aside has ".old-" in its name.
 _OF_A_RUN = re.compile(r"(.+)_([0-9]{7,}|final)(\.pth|\.old-.+)?")
 
 
 def write_pointer(save_dir: str, name: str) -> None:
-    """Make a checkpoint the one to resume from; by its name, so that the folder may be moved."""
+    """Make a checkpoint the one to resume from: by its name alone, so the folder may be moved."""
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
 
 
 def read_pointer(save_dir: AnyPath) -> str:
-    """The name in ``last_checkpoint``; "" if it names none there."""
+    """The checkpoint that ``last_checkpoint`` names, or "" if there is none of that name."""
     path = Path(save_dir, POINTER)
     if not path.exists():
         return ""
@@ -55,7 +55,7 @@ def read_pointer(save_dir: AnyPath) -> str:
 
 
 def checkpoint_names(save_dir: AnyPath) -> list[str]:
-    """The names of all checkpoints of a folder that may be there, sorted."""
+    """The sorted names of all checkpoints in a folder, which need not exist."""
     if not os.path.isdir(save_dir):
         return []
     names = []
@@ -69,9 +69,9 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
 def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
     """The names of the checkpoints to try, in this order.
 
-    First the one that ``last_checkpoint`` names, then the others, newest first. Those with a higher
-    iteration are of another run, and come last. Other names than those of a run, and weights
-    without an iteration, are left out.
+    The one that ``last_checkpoint`` names comes first, then the others follow, newest first. Those
+    with a higher iteration than that one are of another run, and come last. A file that does not
+    have the name of a run's checkpoint, or holds no iteration, is left out.
     """
     pointed = read_pointer(save_dir)
     if pointed:
@@ -109,7 +109,7 @@ def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
 
 
 def _stored_iteration(path: str) -> int | None:
-    """The iteration in a checkpoint; -1 if it is broken, so that it is tried last."""
+    """The iteration in a checkpoint, or None. It is -1 in a broken one, which is tried last."""
     try:
         state = read_checkpoint(path, "meta")
     except (OSError, CorruptCheckpointError) as error:
@@ -122,13 +122,16 @@ def _stored_iteration(path: str) -> int | None:
 def files_to_delete(
     save_dir: AnyPath, prefix: str, max_to_keep: int, newest: int
 ) -> list[str]:
-    """The numbered checkpoints that are too old, but for the one to resume from; oldest first.
+    """The names of the numbered checkpoints that are too old, oldest first.
+
+    The one to resume from is never among them.
 
     Args:
         save_dir: the folder.
         prefix: of the names.
         max_to_keep: how many, at least 1.
-        newest: the iteration just saved. Higher ones are of another run, and do not count.
+        newest: the iteration just saved. Checkpoints with a higher one are of another run, and do
+            not count.
     """
     ours = []
     for name in checkpoint_names(save_dir):
@@ -176,17 +179,18 @@ def delete_old(newest: str, *, prefix: str, max_to_keep: int, iteration: int) ->
 
 
 def set_folder_aside(folder: AnyPath) -> Path | None:
-    """Rename the folder of an earlier run to the first free ``<name>.1``, and make it anew.
+    """Rename the folder of an earlier run to ``<name>.1``, or the next free number.
 
-    Renamed back, it can be resumed. For the main process, before a new run writes anything.
+    An empty folder takes its place. If the old one is renamed back, its run can be resumed. The
+    main process calls it before a new run writes anything.
 
     Returns:
-        Its new path; None if it has nothing to resume from, and stays.
+        The new path of the old folder; None if that has nothing to resume from, and stays.
 
     Raises:
-        RuntimeError: another run is using it.
-        ValueError: it is the current folder, or one above.
-        OSError: it cannot be renamed.
+        RuntimeError: if another run is using it.
+        ValueError: if it is the current folder, or one above.
+        OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()
     if next(names_to_resume(path), None) is None:

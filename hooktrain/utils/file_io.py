@@ -1,8 +1,8 @@
 """Atomic replacement of files and folders, and one lock for each folder.
 
 A file is written under a temporary name in the same folder, ``.<name>.tmp-<pid>-<host>``. When it
-is complete and on the disk, it is renamed. What a killed process leaves is removed by the next one
-that locks the folder.
+is complete and on the disk, it is renamed. Temporary files of a killed process are removed by the
+next one that locks the folder.
 """
 
 import errno
@@ -27,7 +27,7 @@ AnyPath = str | os.PathLike[str]
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-\d+-.+")
 _MOVED_ASIDE = re.compile(r"(.+)\.old-\d+-.+")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-# What file systems say that cannot flush folders.
+# The errors of file systems that cannot flush folders.
 _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}
 
 _locks: dict[Path, FileLock] = {}
@@ -51,7 +51,7 @@ def lock_folder(folder: AnyPath) -> None:
     if path in _locks and _locks[path].is_locked:  # a forked child's copy is not
         return
     path.touch()
-    # The fallback of filelock would be a file that outlives a kill.
+    # filelock's fallback is a file, which would outlive a kill.
     lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -72,7 +72,7 @@ def lock_folder(folder: AnyPath) -> None:
 
 
 def unlock_folder(folder: AnyPath) -> None:
-    """Give up what :func:`lock_folder` has claimed, if anything."""
+    """Release the lock of :func:`lock_folder`, if this process holds it."""
     path = Path(folder).resolve() / ".lock"
     lock = _locks.pop(path, None)
     if lock is not None:
@@ -82,7 +82,7 @@ def unlock_folder(folder: AnyPath) -> None:
 def sweep(folder: AnyPath) -> None:
     """Remove temporary files, and put back folders that were moved aside.
 
-    For the holder of the folder's lock. What cannot be removed is logged.
+    The caller must hold the lock of the folder. What cannot be removed is logged.
     """
     for entry in sorted(Path(folder).iterdir()):
         try:
@@ -112,7 +112,7 @@ def on_disk(path: AnyPath) -> str:
     """A path to write to, with the home folder in place of ``~``.
 
     Raises:
-        ValueError: for an address. Locking and renaming need a file system.
+        ValueError: for an address, since a run locks and renames what it writes.
     """
     if is_address(path):
         raise ValueError(
@@ -123,12 +123,12 @@ def on_disk(path: AnyPath) -> str:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes what is not to have its name yet, and :func:`sweep` looks."""
+    """The path at which this process writes a file before that gets its name."""
     return path.with_name(f".{path.name}.tmp-{_owner()}")
 
 
 def publish(folder: AnyPath, name: str) -> None:
-    """Give a file its name, if this process has written it to its :func:`temporary_path`."""
+    """Give a file its name, if this process has written it at its :func:`temporary_path`."""
     path = Path(folder, name)
     with suppress(FileNotFoundError):
         temporary_path(path).replace(path)
@@ -136,14 +136,14 @@ def publish(folder: AnyPath, name: str) -> None:
 
 @contextmanager
 def replacing(path: AnyPath) -> Iterator[Path]:
-    """A temporary path; what is written there takes the place of ``path`` in one go.
+    """Give a temporary path, and let what is written there replace ``path`` in one go.
 
     The rename is on the disk when the block is left. If anything fails before it, what was written
-    is removed and ``path`` stays as it was. A folder in the way is first renamed to
+    is removed, and ``path`` stays as it was. A folder that is replaced is first renamed to
     ``<name>.old-<pid>-<host>``, which :func:`sweep` puts back after a kill.
 
     Args:
-        path: a file or a folder, that may be there or not. Its parent must exist.
+        path: a file or a folder, which need not exist. Its parent must exist.
 
     Raises:
         IsADirectoryError: for a file, if there is a folder of its name.
@@ -153,7 +153,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     temporary = temporary_path(target)
     aside = target.with_name(f"{target.name}.old-{_owner()}")
     try:
-        _remove(temporary)  # of an earlier process with the same number
+        _remove(temporary)  # of a killed process that had the same number
         yield temporary
         if target.is_dir() and temporary.is_dir():
             os.rename(target, aside)
@@ -161,7 +161,8 @@ def replacing(path: AnyPath) -> Iterator[Path]:
         sync_folder(target.parent)
         shutil.rmtree(aside, ignore_errors=True)
     except BaseException as error:
-        with suppress(OSError):  # the error says more, and what is left can be swept
+        # The first error says more, and sweep() removes what is left.
+        with suppress(OSError):
             if aside.exists():
                 _put_back(aside, target)
             _remove(temporary)
@@ -221,7 +222,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@cache  # once a folder
+@cache  # it warns once a folder
 def _warn_of_power_cuts(folder: Path, reason: str) -> None:
     message = "%s cannot flush folders (%s): a power cut may lose the last save"
     logger.warning(message, folder, reason)

@@ -313,11 +313,11 @@ def test_code_in_a_shard_is_not_run(sharded: Path, tmp_path: Path) -> None:
 def test_a_copy_takes_the_memory_of_the_copy_before() -> None:
     weight = nn.Parameter(torch.arange(4.0).view(2, 2))
     state = {"w": weight, "tied": weight, "turned": weight.t(), "empty": torch.ones(0)}
-    first, rooms = copy_to_host({"model": state, "n": [1, weight[1]]}, {}, False)
+    first, memory = copy_to_host({"model": state, "n": [1, weight[1]]}, {}, False)
     with torch.no_grad():
         weight += 1
     assert_equal(first["model"]["w"], torch.arange(4.0).view(2, 2))
-    second, _ = copy_to_host({"model": state, "n": [1, weight[1]]}, rooms, False)
+    second, _ = copy_to_host({"model": state, "n": [1, weight[1]]}, memory, False)
     model, (one, row) = second["model"], second["n"]
     assert model["w"] is model["tied"] is first["model"]["w"]
     assert row is first["n"][1]
@@ -331,11 +331,11 @@ def test_what_has_changed_its_type_or_left_the_state_takes_no_memory_of_others()
     None
 ):
     tensors = [torch.ones(2), torch.ones(2)]
-    _, rooms = copy_to_host(tensors, {}, False)
+    _, memory = copy_to_host(tensors, {}, False)
     half = tensors[0].view(torch.int32)
-    (first, second), rooms = copy_to_host([half, tensors[1]], rooms, False)
+    (first, second), memory = copy_to_host([half, tensors[1]], memory, False)
     assert_equal([first, second], [half, tensors[1]])
-    assert len(rooms) == 2
+    assert len(memory) == 2
 
 
 def copy_shards() -> None:
@@ -343,8 +343,8 @@ def copy_shards() -> None:
     whole = [torch.arange(6.0), torch.arange(6.0, 12.0)]
     shards = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole]
     for gather in (False, True):
-        copied, rooms = copy_to_host(shards, {}, gather)
-        again, _ = copy_to_host(shards, rooms, gather)
+        copied, memory = copy_to_host(shards, {}, gather)
+        again, _ = copy_to_host(shards, memory, gather)
         for new, old, shard, tensor in zip(again, copied, shards, whole, strict=True):
             if gather:
                 assert new is old

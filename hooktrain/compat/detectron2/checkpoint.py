@@ -23,7 +23,7 @@ _OPTIONS = {"tag", "on_saved", "on_full"}
 
 
 def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
-    """Let the core's options of a save go round a subclass, which takes them for entries."""
+    """Keep the core's options of a save from a subclass, which would take them for entries."""
 
     @wraps(save)
     def with_options(self: "Checkpointer", name: str, *args: Any, **extra: Any) -> None:
@@ -35,7 +35,7 @@ def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
             options = self._options
             self._options = {}
         path = os.path.join(self.save_dir, f"{name}.pth")
-        # Left by a body that has not called the base class's, and has written the file itself.
+        # It is still here if the subclass has written the file itself, and called no other save.
         if "on_saved" in options and os.path.isfile(path):
             options["on_saved"](path)
 
@@ -46,20 +46,22 @@ class Checkpointer(core.Checkpointer):
     """A :class:`hooktrain.checkpoint.Checkpointer` that calls what subclasses of fvcore's override.
 
     ``load(path)``, also of a resume, calls ``_load_file(filename)``, ``_load_model(checkpoint)``,
-    ``_convert_ndarray_to_tensor(state_dict)`` and ``_log_incompatible_keys(incompatible)``;
-    folders of shards have no ``_load_file``. A resume asks ``has_checkpoint()`` and
-    ``get_checkpoint_file()``, and what the file lacks keeps its state, with a warning. ``save`` may
-    have a body of its own.
+    ``_convert_ndarray_to_tensor(state_dict)`` and ``_log_incompatible_keys(incompatible)``. A
+    folder of shards is read without ``_load_file``. A resume asks ``has_checkpoint()`` and
+    ``get_checkpoint_file()``. An object whose state the file does not have keeps its own, with a
+    warning. A subclass may save by itself in ``save``.
 
     Attributes:
-        path_manager: finds the files to load: any object with ``get_local_path``. Files are saved
+        path_manager: an object whose ``get_local_path`` finds the files to load. Files are saved
             on a disk.
 
     Args:
-        model: None for none. The other arguments are those of the base class.
+        model: None for none.
+        args: the others of the base class.
+        kwargs: the others of the base class.
     """
 
-    _not_called: ClassVar[dict[str, str]] = {}
+    _not_called: ClassVar[Iterable[str]] = ()  # all are called here
 
     def __init_subclass__(cls) -> None:
         if "save" in vars(cls):
@@ -93,7 +95,7 @@ class Checkpointer(core.Checkpointer):
         return super().load(path, checkpointables)
 
     def read(self, path: AnyPath) -> State:
-        """What ``_load_file`` gives on each rank, or the folder's content. Collective."""
+        """The content of a file, by ``_load_file`` on each rank, or of a folder. Collective."""
         name = os.fspath(path)
         if on_main_process(lambda: is_folder(name)):
             return super().read(name)
@@ -136,7 +138,7 @@ class Checkpointer(core.Checkpointer):
             self._log_incompatible_keys(found)
 
     def _load_model(self, checkpoint: State) -> IncompatibleKeys:
-        """Load what fits of ``checkpoint["model"]``, which is taken out."""
+        """Load what fits of ``checkpoint["model"]``, and remove that from the checkpoint."""
         state = with_model(checkpoint, "what was read")["model"]
         checkpoint.pop("model", None)
         self._convert_ndarray_to_tensor(state)
@@ -149,7 +151,7 @@ class Checkpointer(core.Checkpointer):
                 state_dict[name] = torch.tensor(value)
 
     def _log_incompatible_keys(self, incompatible: Any) -> None:
-        """Warn of what a ``_load_model`` of others has found; ours has warned already."""
+        """Warn of what a subclass's ``_load_model`` has found; this one's has warned already."""
         if incompatible is not self._reported:
             self.logger.warning(
                 "Not loaded, since the file and the model differ: %s", incompatible

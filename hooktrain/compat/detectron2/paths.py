@@ -10,11 +10,11 @@ from hooktrain.utils.file_io import AnyPath, on_disk
 
 
 class PathHandler:
-    """What knows the files of some addresses.
+    """Finds the files of some addresses.
 
     A subclass defines both methods. It may also define how its files are opened, looked for and
-    changed: ``_open``, ``_exists``, ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, which
-    are given the address. What it leaves out is done at the local path.
+    changed, by ``_open``, ``_exists``, ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs`` and ``_rm``,
+    which are given the address. What it does not define is done with the file at the local path.
     """
 
     def _get_supported_prefixes(self) -> list[str]:
@@ -26,10 +26,13 @@ class PathHandler:
         )
 
 
-HTTPURLHandler = OneDrivePathHandler = PathHandler  # files on the web are found without
+# Files on the web are found without a handler.
+HTTPURLHandler = OneDrivePathHandler = PathHandler
 
 
 def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of PathManager: that of an address's handler, or a function of the local path."""
+
     def method(self: "_PathManager", path: AnyPath, *args: Any, **kwargs: Any) -> Any:
         address = os.fspath(path)
         known = [prefix for prefix in self._handlers if address.startswith(prefix)]
@@ -38,8 +41,10 @@ def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         own = getattr(handler, name, None)
         if own:
             return own(path, *args, **kwargs)
-        mode = kwargs.get("mode", (*args, "r")[0])  # of open
-        changes = name in ("_mkdirs", "_rm") or set("wax+") & set(mode)
+        changes = name in ("_mkdirs", "_rm")
+        if name == "_open":
+            mode = args[0] if args else kwargs.get("mode", "r")
+            changes = any(letter in mode for letter in "wax+")
         if changes and handler is None:
             path = on_disk(path)
         return function(self.get_local_path(path), *args, **kwargs)
@@ -61,10 +66,9 @@ class _PathManager:
         self, handler: PathHandler, allow_override: bool = True
     ) -> None:
         """Take a handler for the addresses that begin with its prefixes."""
-        prefixes = handler._get_supported_prefixes()
-        for prefix in prefixes:
+        for prefix in handler._get_supported_prefixes():
             register_scheme(prefix, handler._get_local_path)
-        self._handlers |= dict.fromkeys(prefixes, handler)
+            self._handlers[prefix] = handler
 
     def get_local_path(self, path: AnyPath, **kwargs: Any) -> str:
         """The path of a local file, as :func:`hooktrain.checkpoint.local_path` finds it."""

@@ -21,31 +21,33 @@ logger = logging.getLogger(__name__)
 class EMA(HookBase):
     """Updates an average of the model's weights after each iteration.
 
-    It starts from the weights that the training starts from. The model itself always keeps the
-    raw weights, also in checkpoints. The average is state of this hook. To evaluate or export it::
+    The average starts from the weights that the training starts from, and is state of this hook.
+    The model itself always keeps the raw weights, also in checkpoints. To evaluate or export the
+    average::
 
         ema = hooks.EMA(model)
         with ema.swap():
             evaluate(model)
 
-    Another average, here stochastic weight averaging at the end of a run::
+    With another average, here stochastic weight averaging at the end of a run::
 
         hooks.EMA(model, average=StochasticWeightAverage(model, interval=50), begin_iter=1000)
 
     Args:
         model: the model. Wrappers such as DDP are looked through.
-        decay: the part of the average that stays at an update, in [0, 1).
-        warmup: let the decay grow from small values, so that the random start is forgotten soon.
-        average: another average, for which ``decay`` and ``warmup`` do not count.
-        begin_iter: the first update is at the end of this many iterations; before, the average is
-            a copy of the weights. 0 and 1 are the same.
+        decay: the part of the average that an update leaves, in [0, 1).
+        warmup: whether the decay grows from small values, so that the random start is forgotten
+            soon.
+        average: another average, in place of one with ``decay`` and ``warmup``.
+        begin_iter: the number of iterations after which the first update is made. Before it, the
+            average is a copy of the weights. 0 and 1 are the same.
 
     Attributes:
         average: the :class:`hooktrain.model.BaseAveragedModel`; ``average.module`` is the
             averaged model.
 
     Raises:
-        TypeError: if ``average`` is of another library.
+        TypeError: if ``average`` is not a :class:`hooktrain.model.BaseAveragedModel`.
         ValueError: if ``decay`` is out of its range; when training starts, if ``model`` is another
             one than the trainer's.
     """
@@ -76,7 +78,7 @@ class EMA(HookBase):
             self.average.reset(self._model)
 
     def after_step(self) -> None:
-        """Take the new weights in."""
+        """Update the average with the new weights."""
         if self.trainer.done < self.begin_iter:
             self.average.reset(self._model)
         else:
@@ -101,11 +103,11 @@ class PreciseBN(HookBase):
     See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``.
 
     Args:
-        period: in iterations, or like ``"1 epoch"``; 0 does it at the last one only.
-        model: a model whose batch-norm layers are in training mode when the time comes; without
-            any, nothing is done.
-        data_loader: batches for the model. A finite loader starts again when it is exhausted. If it
-            knows its position, it must not be the trainer's own.
+        period: in iterations, or like ``"1 epoch"``; 0 measures at the last iteration only.
+        model: a model whose batch-norm layers are in training mode then. If there are none,
+            nothing is done.
+        data_loader: batches for the model. A finite loader starts again when it is exhausted. The
+            trainer's own loader is refused if it knows its position.
         num_iter: the number of batches to measure on.
 
     Raises:
@@ -128,7 +130,7 @@ class PreciseBN(HookBase):
         self._num_iter = num_iter
 
     def before_train(self) -> None:
-        """Refuse another model, and batches that the training would miss."""
+        """Refuse another model, and a loader whose batches the training would miss."""
         _refuse_another(self, self._model)
         loader = self._batches.loader
         if loader is self.trainer.data_loader and hasattr(loader, "state_dict"):
@@ -144,7 +146,7 @@ class PreciseBN(HookBase):
     def update_stats(self) -> None:
         """Measure now."""
         logger.info("Measuring batch-norm statistics on %d batches", self._num_iter)
-        # What the model records now is not part of the run.
+        # Metrics that the model records meanwhile are not part of the run.
         with EventStorage(self.trainer.iter):
             update_bn_stats(self._model, self._batches, self._num_iter)
 

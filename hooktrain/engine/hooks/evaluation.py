@@ -1,4 +1,4 @@
-"""Evaluates while training; keeps the best model, and ends a run in vain."""
+"""Evaluates while training, keeps the best model, and stops a run that no longer improves."""
 
 import logging
 import math
@@ -30,17 +30,17 @@ _PATIENCE_SECONDS = 5.0
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
-    The results become metrics. Register it on every rank or on none. The main process's results
-    count, and every rank gets them, so that hooks that act on a metric do the same everywhere.
+    The results become metrics. Register it on every rank or on none. Every rank takes the results
+    of the main process, so that hooks that act on a metric do the same everywhere.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
-    what was trained is saved where that is due. With several ranks, one that fails waits some
+    what was trained is saved where that is due. A rank that fails among several waits some
     seconds for the others. If they do not come, they may be waiting for it inside of the function,
     and it ends the run at once.
 
     Args:
         eval_period: in iterations, or like ``"1 epoch"``; 0 evaluates at the end only.
-        eval_function: takes nothing; returns a dict of numbers, possibly nested, or nothing.
+        eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
         eval_after_train: whether to evaluate at the end.
 
     Attributes:
@@ -92,8 +92,9 @@ class EvalHook(HookBase):
                 "The evaluation failed: the run ends when the other hooks are done"
             )
             error = raised
-        # Ranks need very different times to evaluate; they wait here, where it is visible.
-        if not _all_come(_PATIENCE_SECONDS if error else None) and error:
+        # Ranks need very different times to evaluate. They wait for each other here, so that a
+        # stack of a rank that waits shows what it is waiting for.
+        if not _wait_for_all_ranks(_PATIENCE_SECONDS if error else None) and error:
             raise error
 
         def outcome() -> dict[str, float]:
@@ -111,12 +112,19 @@ class EvalHook(HookBase):
         self.has_results |= bool(numbers)
 
 
-def _all_come(seconds: float | None) -> bool:
-    """Whether all ranks come here in time; None is the process group's. Collective."""
+def _wait_for_all_ranks(seconds: float | None) -> bool:
+    """Wait until all ranks are here, for so many seconds at most. Collective.
+
+    Args:
+        seconds: None waits as long as the process group does.
+
+    Returns:
+        Whether all ranks came in time.
+    """
     if comm.get_world_size() == 1:
         return True
     group = comm.object_group()
-    # Its own limit holds on the main process only.
+    # A limit given to monitored_barrier would hold on the main process only.
     worker = BackgroundWorker("meeting")
     worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
     return worker.wait(seconds)
@@ -165,8 +173,8 @@ def is_better(
 def new_value(trainer: TrainerBase, metric: str, since: int) -> Entry | None:
     """The last value of a metric and its iteration, if that is after ``since``.
 
-    None if there is no such value. When each ``EvalHook`` has had results and the metric has
-    never come, the run ends by an error.
+    None if there is no such value. If each ``EvalHook`` has had results, but there never was such
+    a metric, the run ends with an error.
     """
     storage = trainer.storage
     measured_at = storage.latest_iter(metric)
@@ -178,7 +186,7 @@ def new_value(trainer: TrainerBase, metric: str, since: int) -> Entry | None:
 
 
 def refuse_missing(metric: str, trainer: TrainerBase) -> None:
-    """End the run by an error if each ``EvalHook`` has had results, but no such metric."""
+    """End the run with an error if each ``EvalHook`` has had results, but none of that name."""
     evaluations = [hook for hook in trainer._hooks if isinstance(hook, EvalHook)]
     if evaluations and all(hook.has_results for hook in evaluations):
         hint = did_you_mean(metric, trainer.storage.histories())
@@ -302,7 +310,7 @@ class BestCheckpointer(HookBase):
         value, measured_at = latest
         iteration = trainer.done - 1
         if measured_at < iteration:
-            if trainer._late_error is None:  # else the evaluation has failed
+            if trainer._late_error is None:  # or else the evaluation has failed
                 self._explain_old(measured_at)
             return
         so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
@@ -335,7 +343,7 @@ class BestCheckpointer(HookBase):
         if measured_at < 0:
             logger.warning("No metric %r so far to choose the best model by", name)
             refuse_missing(name, self.trainer)
-        elif not self.trainer.succeeded:  # else there was no evaluation at the end
+        elif not self.trainer.succeeded:  # at the end there may have been no evaluation
             error = ValueError(
                 f"BestCheckpointer is due at iteration {self.trainer.iter}, but {name!r} was "
                 f"measured at {measured_at}: register it behind EvalHook, with its eval_period"
@@ -373,7 +381,7 @@ class EarlyStopping(HookBase):
     hook that does. A value that is not finite counts as no improvement.
 
     Args:
-        metric: the metric's name, such as ``"classification/val_loss"``.
+        metric: the name of the metric, such as ``"classification/val_loss"``.
         mode: ``"max"`` if more is better, ``"min"`` if less is.
         patience: how many values in a row without improvement end the run, at least 1.
         min_delta: an improvement must be larger than this.
@@ -401,7 +409,7 @@ class EarlyStopping(HookBase):
         self._seen_iter = -1
 
     def before_train(self) -> None:
-        """A run that had stopped stops again, unless its patience was raised."""
+        """Stop a resumed run that had stopped, unless its patience was raised."""
         self._stop_if_exhausted()
 
     def after_step(self) -> None:
@@ -418,7 +426,7 @@ class EarlyStopping(HookBase):
             self._stop_if_exhausted()
 
     def after_train(self) -> None:
-        """Say so if there was nothing to look at."""
+        """Warn if the metric has never had a value."""
         if self._seen_iter < 0:
             logger.warning("EarlyStopping: there was no metric %r", self._metric)
 

@@ -1,4 +1,4 @@
-"""Saves and ends the process when somebody asks for its end."""
+"""Saves a checkpoint and ends the process at a signal."""
 
 import logging
 import os
@@ -18,18 +18,18 @@ from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
 
-_ONE_SIGNAL_SECONDS = 1.0
-_ASK_SECONDS = 10.0  # torchrun leaves 30 between its signal and the kill
+_ONE_SIGNAL_SECONDS = 1.0  # in which a repeated signal counts as the same one
+_ASK_SECONDS = 10.0  # torchrun waits 30 between its signal and the kill
 
 
 class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
 
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
-    ranks stop after the same iteration, also if not all of them got the signal: they ask each other
-    every ``sync_period`` iterations, or after some ten seconds where these take longer. An open
-    accumulation is completed. Then the checkpoint ``model_0000099.pth`` is written, and
-    ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
+    ranks stop after the same iteration, also if not all of them got the signal: they exchange their
+    flags every ``sync_period`` iterations, or every ten seconds or so, if that is sooner. An
+    accumulation that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written,
+    and ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
     SIGINT. There is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on
     as if nothing had happened.
 
@@ -50,8 +50,8 @@ class Preemption(HookBase):
 
     Args:
         checkpointer: what saves.
-        signals: those to act on; add ``signal.SIGUSR1`` for schedulers that announce the end by it.
-            torchrun dies of it, and its processes with it, without ``--signals-to-handle``.
+        signals: the signals to act on. Add ``signal.SIGUSR1`` for a scheduler that announces the
+            end of a job by it; torchrun needs ``--signals-to-handle`` for it, or it ends at once.
     """
 
     needs_every_rank = True
@@ -70,10 +70,10 @@ class Preemption(HookBase):
     def before_train(self) -> None:
         """Install the handlers."""
         self._received = 0
-        self._number = 0  # of the signal that all ranks end by
-        self._asked = self.trainer.start_iter
-        self._asked_at = time.monotonic()
-        self._next = self._asked + 1
+        self._agreed = 0  # the number of the signal that all ranks know of
+        self._exchanged = self.trainer.start_iter  # the iteration of the last exchange
+        self._exchanged_at = time.monotonic()
+        self._next_exchange = self._exchanged + 1
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "Signals are ignored: the training does not run in the main thread"
@@ -82,7 +82,8 @@ class Preemption(HookBase):
         self._process = os.getpid()
         for number in self._signals:
             known = getattr(signal.getsignal(number), "__self__", None)
-            if not isinstance(known, Preemption):  # another one of this trainer listens
+            # Another hook of this class may have installed its handler already.
+            if not isinstance(known, Preemption):
                 self._previous[number] = signal.signal(number, self._receive)
 
     def after_train(self) -> None:
@@ -97,36 +98,37 @@ class Preemption(HookBase):
         trainer = self.trainer
         if trainer.is_last:  # the run comes to its end anyhow
             return
-        self._number = self._number or self._ask(trainer.done)
-        if not self._number or not trainer.can_save:
+        if not self._agreed:
+            self._agreed = self._exchange(trainer.done)
+        if not self._agreed or not trainer.can_save:
             return
-        name = signal.Signals(self._number).name
+        name = signal.Signals(self._agreed).name
         logger.warning("Ending the run after iteration %d: %s", trainer.iter, name)
         trainer.prepare_save()
         self.checkpointer.save(f"model_{trainer.iter:07d}", iteration=trainer.iter)
-        # A rank that is gone is a failure to launchers, which end the one that still writes.
+        # To a launcher, a rank that has ended has failed: it would end one that still writes.
         comm.on_all_ranks(self.checkpointer.wait)
-        # After the other hooks: then train() can go on, as in a notebook.
-        trainer.raise_later(SystemExit(128 + self._number))
+        # The other hooks come first, so that train() can be called again, as in a notebook.
+        trainer.raise_later(SystemExit(128 + self._agreed))
 
-    def _ask(self, done: int) -> int:
-        """The number of a signal that a rank got, or 0. A collective, where it is time."""
+    def _exchange(self, done: int) -> int:
+        """The number of a signal that any rank got, or 0. A collective, when it is time for one."""
         if comm.get_world_size() == 1:
             return self._received
-        if done < self._next:
+        if done < self._next_exchange:
             return 0
         now = time.monotonic()
-        pace = (now - self._asked_at) / (done - self._asked)
-        together = torch.tensor([self._received, pace], dtype=torch.float64)
+        seconds = (now - self._exchanged_at) / (done - self._exchanged)  # an iteration
+        together = torch.tensor([self._received, seconds], dtype=torch.float64)
         number, slowest = comm.all_reduce(together, dist.ReduceOp.MAX).tolist()
-        self._asked, self._asked_at = done, now
+        self._exchanged, self._exchanged_at = done, now
         in_time = int(_ASK_SECONDS / max(slowest, 1e-6))
         period = self.trainer.sync_period
-        self._next = done + min(max(in_time, 1), period - done % period)
+        self._next_exchange = done + min(max(in_time, 1), period - done % period)
         return int(number)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        # Between any two instructions of the main thread: no logging, no locks.
+        # This runs between any two instructions of the main thread: no logging, no locks.
         now = time.monotonic()
         if not self._received:
             self._received_at = now
