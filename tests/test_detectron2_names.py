@@ -94,10 +94,10 @@ SIGNATURES = {
         "output=None, distributed_rank=0, *, color=True, name='hooktrain', abbrev_name=None, "
         "enable_propagation=False, configure_stdout=True"
     ),
-    "utils.registry.Registry": "name",
-    "utils.registry.Registry.get": "self, name",
-    "utils.registry.Registry.register": "self, obj",
-    "utils.registry.locate": "name",
+    "compat.registry.Registry": "name",
+    "compat.registry.Registry.get": "self, name",
+    "compat.registry.Registry.register": "self, obj",
+    "utils.names.locate": "name",
     "compat.detectron2.Timer": "",
     "checkpoint.Checkpointer": "model, save_dir='', *, save_to_disk=True, **checkpointables",
     "checkpoint.Checkpointer.add_checkpointable": "self, key, checkpointable",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hooktrain.compat.mmengine.registry import MODELS
 from hooktrain.engine import HookBase, SimpleTrainer, TrainerBase
 from hooktrain.model import BaseModel
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.utils.registry import MODELS
 
 
 class Idle(TrainerBase):

@@ -139,8 +139,7 @@ class AmpOptimWrapper(OptimWrapper):
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned; without a scaler's, ours stays as it is."""
         super().load_state_dict(state_dict)
-        # The second is MMEngine's name.
-        scaler = state_dict.get("grad_scaler") or state_dict.get("loss_scaler")
+        scaler = state_dict.get("grad_scaler")
         if scaler:
             self.grad_scaler.load_state_dict(scaler)
 

@@ -156,8 +156,6 @@ def without_schedules(state: State) -> dict[str, Any]:
             if key.startswith("initial_"):
                 del kept[key]
                 kept.pop(key.removeprefix("initial_"), None)
-        if "initial_momentum" in group:  # Adam's is the first of its betas
-            kept.pop("betas", None)
         groups.append(kept)
     return {**state, "param_groups": groups}
 
@@ -195,7 +193,7 @@ def _names_of_positions(
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes == saved_sizes:
         return here
-    # MMEngine's rules make a group for each parameter, in the model's order.
+    # MMEngine's rules, and detectron2 of old, make a group for each parameter, in order.
     in_order = [name for name in known.values() if name in here]
     if saved_sizes == [1] * len(in_order):
         return in_order

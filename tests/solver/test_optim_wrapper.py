@@ -339,18 +339,6 @@ def test_an_accelerator_counts_what_the_scaler_skips_and_nobody_waits_for_it(
     assert wrapper.skipped_updates == 3
 
 
-def test_the_scaler_of_mmengine_resumes() -> None:
-    model = LinearLoss()
-    wrapper = AmpOptimWrapper(sgd(model), "float16")
-    wrapper.update_params(model(batches(1)[0]) * torch.inf)
-    state = wrapper.state_dict()
-    state["loss_scaler"] = state.pop("grad_scaler")
-    other = AmpOptimWrapper(sgd(LinearLoss()), "float16")
-    other.load_state_dict(state)
-    assert other.skipped_updates == 1
-    assert other.grad_scaler.get_scale() == 32768.0
-
-
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_who_looks_before_the_update_sees_true_gradients(dtype: str | None) -> None:
     model, reference = LinearLoss(), LinearLoss()

@@ -15,6 +15,7 @@ from torch.nn.modules.utils import (
 
 from hooktrain.checkpoint import *
 from hooktrain.checkpoint.loading import IncompatibleKeys as _IncompatibleKeys  # noqa: F401
+from hooktrain.compat.registry import Registry as Registry
 from hooktrain.config import *
 from hooktrain.data import *
 from hooktrain.engine import *
@@ -31,7 +32,6 @@ from hooktrain.utils.comm import *
 from hooktrain.utils.env import seed_all_rng as seed_all_rng
 from hooktrain.utils.logger import *
 from hooktrain.utils.names import locate as locate
-from hooktrain.utils.registry import Registry as Registry
 
 # isort: split
 # Last, since these replace what has the same names above.

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from hooktrain import checkpoint
+from hooktrain.compat.mmengine.optim_wrapper import with_our_names
 from hooktrain.utils.file_io import AnyPath
 
 
@@ -64,7 +65,7 @@ def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
     last = meta["iter"] - 1
     trainer = {
         "iteration": last,
-        "optimizer": state["optimizer"],
+        "optimizer": with_our_names(state["optimizer"]),
         "hooks": hooks,
         "seed": meta.get("seed"),
     }

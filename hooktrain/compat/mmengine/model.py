@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint as load_weights
+from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS
 from hooktrain.compat.peers import of_peers
 from hooktrain.model import SeparateDistributedDataParallel, StepDistributedDataParallel
 from hooktrain.utils.names import is_loss
-from hooktrain.utils.registry import MODEL_WRAPPERS, MODELS
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hooktrain import solver
+from hooktrain.solver.optim_state import State
 from hooktrain.solver.param_groups import ParamGroup
 
 
@@ -21,6 +22,10 @@ class OptimWrapper(solver.OptimWrapper):
 class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
     """:class:`hooktrain.solver.AmpOptimWrapper` that tells its rates and momenta."""
 
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load what ``state_dict`` returned, here or in MMEngine."""
+        super().load_state_dict(with_our_names(state_dict))
+
 
 class OptimWrapperDict(solver.OptimWrapperDict):
     """:class:`hooktrain.solver.OptimWrapperDict` that tells rates and momenta by name."""
@@ -37,6 +42,16 @@ class OptimWrapperDict(solver.OptimWrapperDict):
             f"{name}.momentum": _momenta(groups)
             for name, groups in self.param_groups.items()
         }
+
+
+def with_our_names(state: State) -> dict[str, Any]:
+    """The state of an optimizer, or of several by name, with this package's names."""
+    if "param_groups" not in state:
+        return {name: with_our_names(one) for name, one in state.items()}
+    renamed = dict(state)
+    if "loss_scaler" in state:
+        renamed["grad_scaler"] = renamed.pop("loss_scaler")
+    return renamed
 
 
 def as_mmengine(optim_wrapper: Any) -> Any:

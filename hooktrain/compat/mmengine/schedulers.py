@@ -277,6 +277,8 @@ class MomentumSchedulerMixin:
         return written
 
     def _base_value(self, group: dict[str, Any]) -> float:
+        if "betas" in group:  # says that they are scheduled
+            group.setdefault("initial_betas", group["betas"])
         group["momentum"] = self._read(group)
         base: float = super()._base_value(group)  # type: ignore[misc]
         return base

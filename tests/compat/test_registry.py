@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from hooktrain.utils.registry import Registry
+from hooktrain.compat.registry import Registry
 
 
 class Recorder:
