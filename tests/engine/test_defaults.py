@@ -233,6 +233,17 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(
     assert not [*folder.glob(".config.json*")]
 
 
+def test_a_loop_of_ones_own_publishes_the_configuration_as_it_begins(
+    folder: Path,
+) -> None:
+    default_setup(config(folder, "train.log_period=1"), Namespace())
+    default_setup(config(folder, "train.log_period=2"), Namespace(resume=True))
+    periodic = hooks.PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder), 10)
+    assert LazyConfig.load(folder / "config.json").train.log_period == 1
+    periodic.step(0)
+    assert LazyConfig.load(folder / "config.json").train.log_period == 2
+
+
 def test_setup_works_without_a_folder() -> None:
     try:
         default_setup({"train": {"seed": 3}}, {})
