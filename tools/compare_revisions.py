@@ -2,13 +2,13 @@
 
     python tools/compare_revisions.py main HEAD
 
-Each revision is checked out into a temporary worktree and trains each configuration there, in
-one process and with two ranks. Losses, weights and rows of metrics.json must be equal, except for
-times. A hook seeds all generators before each step, so that revisions that seed differently can be
-compared too.
+Each revision is checked out into a temporary worktree. There its own tools/train_net.py trains each
+configuration, in one process and with two ranks. Weights, optimizer, losses and rows of
+metrics.json must be equal, except for times.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -32,43 +32,27 @@ RUNS = {
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
 
-def train(name: str, folder: str) -> None:
-    """Train on this rank, with the package that it finds, and save what is compared."""
-    from hooktrain.config import LazyConfig
-    from hooktrain.engine import DefaultTrainer, HookBase, hooks
-    from hooktrain.events import load_json_metrics
-    from hooktrain.utils import comm
-    from hooktrain.utils.env import seed_all_rng
-
-    class Seed(HookBase):
-        def before_step(self) -> None:
-            seed_all_rng(1 + self.trainer.iter)
-
-    torch.set_num_threads(1)
-    cfg = LazyConfig.load(f"configs/{name}.py")
-    options = [
-        *RUNS[name],
-        f"train.output_dir={folder}",
-        "train.device=cpu",
-        "train.seed=1",
-    ]
-    cfg = LazyConfig.apply_overrides(cfg, options)
-    seed_all_rng(1)
-    trainer = DefaultTrainer(cfg)
-    trainer.register_hooks([Seed()], before=hooks.IterationTimer)
-    trainer.train()
-    if not comm.is_main_process():
-        return
-    histories = trainer.storage.histories().items()
-    found = {
-        "weights": trainer.model.state_dict(),
-        "metrics": {k: h.values() for k, h in histories if k not in TIMES},
-        "rows": [
-            {k: v for k, v in row.items() if k not in TIMES}
-            for row in load_json_metrics(f"{folder}/metrics.json")
-        ],
+def train(tree: Path, name: str, ranks: int, output: Path) -> dict[str, Any]:
+    """What a run of the script of a checked-out revision leaves in its folder."""
+    options = [*RUNS[name], f"train.output_dir={output}", "train.device=cpu"]
+    command = [sys.executable, "tools/train_net.py", "--num-gpus", str(ranks)]
+    command += ["--config-file", f"configs/{name}.py", *options]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=tree, env=environment, check=True)
+    saved = torch.load(output / "model_final.pth", weights_only=True)
+    state = saved["trainer"]
+    lines = (output / "metrics.json").read_text().splitlines()
+    return {
+        "weights": saved["model"],
+        "optimizer": state["optimizer"],
+        "metrics": without_times(state["storage"]["metrics"]),
+        "rows": [without_times(json.loads(line)) for line in lines],
     }
-    torch.save(found, f"{folder}/found.pth")
+
+
+def without_times(values: dict[str, Any]) -> dict[str, Any]:
+    """The metrics that do not depend on the machine."""
+    return {name: value for name, value in values.items() if name not in TIMES}
 
 
 def results(revision: str, folder: Path) -> dict[str, Any]:
@@ -76,16 +60,12 @@ def results(revision: str, folder: Path) -> dict[str, Any]:
     tree = folder / f"tree of {revision}"
     subprocess.run(["git", "worktree", "add", "--detach", tree, revision], check=True)
     try:
-        found = {}
-        for name, ranks in product(RUNS, (1, 2)):
-            output = folder / f"{name}, {ranks} ranks, of {revision}"
-            command = [sys.executable, __file__, "--ranks", str(ranks)]
-            command += ["--train", name, str(output)]
-            environment = {**os.environ, "PYTHONPATH": str(tree)}
-            subprocess.run(command, cwd=tree, env=environment, check=True)
-            saved = torch.load(output / "found.pth", weights_only=True)
-            found[f"{name}, {ranks} ranks"] = saved
-        return found
+        return {
+            f"{name}, {ranks} ranks": train(
+                tree, name, ranks, folder / f"{name}, {ranks} ranks, of {revision}"
+            )
+            for name, ranks in product(RUNS, (1, 2))
+        }
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
 
@@ -108,15 +88,8 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--train", action="store_true", help="for the script's own use")
-    parser.add_argument("--ranks", type=int, default=1, help="for the script's own use")
     parser.add_argument("names", nargs=2, help="two revisions")
     args = parser.parse_args()
-    if args.train:
-        from hooktrain.engine import launch
-
-        launch(train, args.ranks, args=tuple(args.names))
-        return
     with tempfile.TemporaryDirectory() as folder:
         first, second = (results(revision, Path(folder)) for revision in args.names)
     found = [
