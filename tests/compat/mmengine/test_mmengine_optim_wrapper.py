@@ -68,7 +68,7 @@ def test_the_scaler_of_mmengine_resumes() -> None:
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_a_scheduled_momentum_is_left_out_with_the_schedules(kind: str) -> None:
-    parameters = LinearLoss().parameters()
+    parameters = [*LinearLoss().parameters()]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, momentum=0.9)
     if kind == "adam":
         optimizer = torch.optim.Adam(parameters)
