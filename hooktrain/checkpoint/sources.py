@@ -61,6 +61,7 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     gets its name in that folder when it is complete and verified: by the digest in its name, if
     there is one, and by its own checksums, if it is a ``.pth`` file. What was added by
     :func:`register_scheme` goes first. Anything else is a path, which is not looked at here.
+    Nothing is deleted: you may empty that folder at any time.
 
     Collective, unless it is a path: one process of each machine fetches, and the others wait.
 
@@ -122,7 +123,7 @@ def _download(address: str) -> str:
 def _identify(address: str) -> tuple[str, str]:
     """The name of a remote file, and its version in a store."""
     if address.startswith(_HTTP):
-        return Path(urlsplit(address).path).name, ""
+        return Path(urlsplit(address).path).name or "download", ""
     import fsspec
 
     system, path = fsspec.url_to_fs(address)
@@ -130,7 +131,7 @@ def _identify(address: str) -> tuple[str, str]:
 
 
 def _copy(address: str, target: IO[bytes]) -> str:
-    """Write a remote file to an open one; its SHA-256."""
+    """Write a remote file to an open local one, and return its SHA-256."""
     digest = hashlib.sha256()
     with _opened(address) as (source, size):
         while chunk := source.read(_CHUNK_BYTES):

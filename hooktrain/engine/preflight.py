@@ -67,8 +67,8 @@ def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) 
 
     Args:
         owner: what has the parameters, such as ``"the optimizer"``.
-        parameters: it is well if the model has one of them, or none at all.
-        trained: the trainer's model.
+        parameters: one of them has to be the model's.
+        trained: the trainer's model. If it has no parameters, it fits everything.
     """
     own = set(trained.parameters())
     if not own or not own.isdisjoint(parameters):

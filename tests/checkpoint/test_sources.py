@@ -149,9 +149,9 @@ def test_a_file_with_a_digest_lies_where_torch_hub_has_it(
     assert path == str(tmp_path / "home" / "hub" / "checkpoints" / name)
 
 
-@pytest.mark.parametrize("kind", ["a", "chunked"])
-def test_a_file_of_known_or_unknown_size_is_downloaded(kind: str, server: Any) -> None:
-    assert loaded(f"{server.url}/{kind}/model.pth") == 3
+@pytest.mark.parametrize("path", ["a/model.pth", "chunked/model.pth", "?file=model"])
+def test_a_file_of_unknown_size_or_name_is_downloaded(path: str, server: Any) -> None:
+    assert loaded(f"{server.url}/{path}") == 3
 
 
 @pytest.mark.parametrize(
