@@ -16,6 +16,7 @@ variables it was started with, so hand values over as arguments.
 import multiprocessing.connection
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -141,3 +142,13 @@ def _run_rank(
         with suppress(FileExistsError):
             os.link(own, folder / "failure")
         raise
+
+
+def torchrun(world_size: int = 1) -> dict[str, str]:
+    """The variables of torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"RANK": "0", "LOCAL_RANK": "0", **sizes, **meeting}

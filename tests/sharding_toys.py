@@ -1,17 +1,19 @@
 """A small transformer and its training, sharded or not, for the tests of sharded models."""
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyCall
 from hooktrain.demos.text import Block, TextGPT
 from hooktrain.model.sharding import shard_model
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.strategy import BaseStrategy, FSDPStrategy
 from hooktrain.utils import comm
@@ -70,62 +72,68 @@ def train(
 
 DATA = batches(2) * 3
 CONFIG = LazyCall(TextGPT)(vocab_size=VOCABULARY, block_size=8, size=(2, 16, 2))
-ADAMW = {"optimizer": {"type": "AdamW", "lr": 0.01}, "clip_grad": {"max_norm": 0.5}}
-SCHEDULER = {"type": "LinearLR", "start_factor": 0.5, "end": 6, "by_epoch": False}
 
 
-def make_strategy(
-    kind: type[BaseStrategy], work_dir: str, **options: Any
-) -> BaseStrategy:
+def make_strategy(kind: type[BaseStrategy], **options: Any) -> BaseStrategy:
     if kind is FSDPStrategy:
         options = {"wrap": {Block}, **options}
-    return kind(work_dir=work_dir, env_kwargs={"seed": 3}, device="cpu", **options)
+    return kind(seed=3, device="cpu", **options)
 
 
-def prepared(
-    kind: type[BaseStrategy], work_dir: str, config: Any = CONFIG, **options: Any
-) -> BaseStrategy:
-    strategy = make_strategy(kind, work_dir, **options)
-    known = {"max_iters": 6}
-    strategy.prepare(
-        config, optim_wrapper=ADAMW, param_scheduler=SCHEDULER, dispatch_kwargs=known
-    )
-    return strategy
+class Run:
+    """A model that a strategy has prepared, and what trains and saves it."""
+
+    def __init__(
+        self,
+        kind: type[BaseStrategy],
+        folder: str,
+        config: Any = CONFIG,
+        **options: Any,
+    ) -> None:
+        self.strategy = make_strategy(kind, **options)
+        self.model = self.strategy.prepare(config)
+        self.optim_wrapper = make_wrapper(self.model, clip_grad={"max_norm": 0.5})
+        self.optim_wrapper.name_parameters(self.model)
+        self.scheduler = LinearLR(self.optim_wrapper.optimizer, 0.5, total_iters=5)
+        self.checkpointer = Checkpointer(
+            self.model,
+            folder,
+            sharded=self.strategy.saves_shards,
+            optimizer=self.optim_wrapper,
+            scheduler=self.scheduler,
+        )
+
+    def train(self, steps: slice) -> list[float]:
+        losses = []
+        for batch in DATA[steps]:
+            losses += train(self.model, self.optim_wrapper, [batch])
+            self.scheduler.step()
+        return losses
+
+    def states(self) -> Any:
+        """The whole states on the main process."""
+        model = full_tensors(dict(unwrap_model(self.model).state_dict()))
+        optimizer = full_tensors(self.optim_wrapper.state_dict())["state"]
+        return copy.deepcopy({"model": model, "optimizer": optimizer})
 
 
-def run(strategy: BaseStrategy, steps: slice) -> list[float]:
-    losses = []
-    for batch in DATA[steps]:
-        losses += train(strategy.model, strategy.optim_wrapper, [batch])  # type: ignore[arg-type]
-        for scheduler in strategy.param_schedulers:
-            scheduler.step()
-    return losses
-
-
-def states(strategy: BaseStrategy) -> Any:
-    model = full_tensors(dict(strategy.model_state_dict()))
-    optimizer = full_tensors(strategy.optim_state_dict())["state"]
-    return copy.deepcopy({"model": model, "optimizer": optimizer})
-
-
-def saved_run(kind: type[BaseStrategy], path: str, **options: Any) -> dict[str, Any]:
+def saved_run(kind: type[BaseStrategy], folder: str, **options: Any) -> dict[str, Any]:
     """Three steps, a checkpoint, and three more."""
-    strategy = prepared(kind, os.path.dirname(path), **options)
-    losses = run(strategy, slice(3))
-    strategy.save_checkpoint(path, extra_ckpt={"meta": {"iter": 3}})
-    kept = states(strategy)
-    return {"states": kept, "losses": losses + run(strategy, slice(3, 6))}
+    run = Run(kind, folder, **options)
+    losses = run.train(slice(3))
+    run.checkpointer.save("model_0000002", iteration=2)
+    kept = run.states()
+    return {"states": kept, "losses": losses + run.train(slice(3, 6))}
 
 
 def resumed_run(
-    kind: type[BaseStrategy], work_dir: str, resume: str | bool, **options: Any
+    kind: type[BaseStrategy], folder: str, **options: Any
 ) -> dict[str, Any]:
-    strategy = prepared(kind, work_dir, **options)
-    rest = strategy.load_or_resume(resume=resume)
-    assert rest is not None
-    kept = states(strategy)
+    run = Run(kind, folder, **options)
+    rest = run.checkpointer.resume_or_load("")
+    kept = run.states()
     return {
-        "iter": rest["meta"]["iter"],
+        "iteration": rest["iteration"],
         "states": kept,
-        "losses": run(strategy, slice(3, 6)),
+        "losses": run.train(slice(3, 6)),
     }

@@ -134,7 +134,7 @@ OBJECTS = {
     "model": model.BaseModel,
     "optim_wrapper": TRAINER.optim_wrapper,
     "self": model.BaseModel,
-    "strategy": strategy.SingleDeviceStrategy(),
+    "strategy": mmengine.SingleDeviceStrategy(),
     "torch": torch,
     "trainer": TRAINER,
     "update_params": TRAINER.optim_wrapper.update_params,

@@ -74,7 +74,7 @@ SCRIPTS["two-updates-after"] = """
 from hooktrain.engine import StepTrainer, create_ddp_model
 
 torch.manual_seed(1)
-parallel = create_ddp_model(model, type="CustomDistributedDataParallel")
+parallel = create_ddp_model(model, wrapper=CustomDistributedDataParallel)
 trainer = StepTrainer(parallel, train_dataloader, torch.optim.SGD(model.parameters(), lr=0.01))
 trainer.train(max_iter=2 * len(train_dataloader))
 """

@@ -189,7 +189,7 @@ def run_in_ranks(folder: str, text: str) -> Weights:
 def test_two_ranks_train_the_model_of_mmcv_as_one_does(
     tmp_path: Path, weights: dict[str, Weights]
 ) -> None:
-    wrapped = "create_ddp_model(model, type=ToyDistributedDataParallel)"
+    wrapped = "create_ddp_model(model, wrapper=ToyDistributedDataParallel)"
     text = _WRAPPER + SCRIPTS["mmcv-ported"].replace(
         "StepTrainer(model", f"StepTrainer({wrapped}"
     )

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -27,9 +28,9 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 def options_of(strategy: str, wrap: str, precision: str, compiled: bool) -> list[str]:
     """The overrides that make a row."""
-    config = {"type": strategy}
+    config: dict[str, Any] = {"_target_": f"hooktrain.strategy.{strategy}"}
     if strategy == "FSDPStrategy" and wrap:
-        config["wrap"] = [wrap]  # type: ignore[assignment]
+        config["wrap"] = [wrap]
     amp = precision != "float32"
     return [
         f"train.strategy={config}",

@@ -16,10 +16,11 @@ from hooktrain.engine.preflight import end_of_run
 from hooktrain.engine.settings import check_settings
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import inference_on_dataset
-from hooktrain.model import init_weights_once
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.solver.build import scale_lr
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
+from hooktrain.utils import comm
 from hooktrain.utils.periods import in_iterations
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ def build_trainer(
     strategy, model = prepare_model(cfg)
     loader = instantiate(cfg.dataloader.train)
     optim_wrapper = build_optimizer(cfg, model)
+    if cfg.train.auto_scale_lr.enable:
+        scale_lr_by_batch(cfg, optim_wrapper, loader)
     trainer = build_step(cfg, model, loader, optim_wrapper, trainer_class)
     trainer.seed = strategy.seed
     set_end_of_run(cfg, trainer.epoch_length)
@@ -78,23 +81,26 @@ def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
     """The strategy, and the model where the strategy has brought it. A collective.
 
     The constructor of a model has initialised its weights, unless its ``is_init`` is False.
+
+    Raises:
+        TypeError: if ``train.strategy`` is an object, which ``train`` could not change.
+        ImportError: for an unknown strategy or wrapper.
     """
     train = cfg.train
+    if isinstance(train.strategy, BaseStrategy):
+        raise TypeError(
+            f"train.strategy must be a name or a LazyCall, not {train.strategy!r}"
+        )
     strategy = build_strategy(
-        instantiate(train.strategy),
-        model_wrapper=train.ddp,
+        train.strategy,
+        ddp=train.ddp,
         sync_bn=train.sync_bn,
-        work_dir=train.output_dir,
         device=train.device,
         activation_checkpointing=train.activation_checkpointing or (),
-        auto_scale_lr=train.auto_scale_lr,
-        env_kwargs={"seed": train.seed, "diff_rank_seed": True},
+        seed=train.seed,
+        diff_rank_seed=True,
     )
-    model = strategy.prepare(
-        lambda: init_weights_once(instantiate(cfg.model)),
-        compile=train.compile,
-        dispatch_kwargs={"init_weights_for_test_or_val": False},
-    )
+    model = strategy.prepare(lambda: instantiate(cfg.model), compile=train.compile)
     return strategy, model
 
 
@@ -150,6 +156,34 @@ def _wrap(train: Any, optimizer: Any) -> OptimWrapper:
         dtype = instantiate(train.amp.dtype)  # in a saved file, a call
         return AmpOptimWrapper(optimizer, dtype, **options)
     return OptimWrapper(optimizer, **options)
+
+
+def scale_lr_by_batch(
+    cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict, loader: Any
+) -> None:
+    """Multiply learning rates by the batch of all ranks over ``base_batch_size``.
+
+    See :func:`hooktrain.solver.build.scale_lr`. Accumulated passes do not count.
+
+    Args:
+        cfg: the configuration, with ``train.auto_scale_lr.base_batch_size``.
+        optim_wrapper: the optimizer, or several.
+        loader: it has ``total_batch_size``, of all ranks, or ``batch_size``, of one.
+
+    Raises:
+        ValueError: if one of the two sizes is missing.
+    """
+    base = cfg.train.auto_scale_lr.base_batch_size
+    size = getattr(loader, "total_batch_size", None)
+    if size is None:
+        size = comm.data_parallel_size() * (getattr(loader, "batch_size", None) or 0)
+    if not base or not size:
+        raise ValueError(
+            "train.auto_scale_lr needs base_batch_size and a loader that knows its batch "
+            f"size, but these are {base!r} and {size!r}"
+        )
+    logger.info("The batch is %g times as large: so are learning rates", size / base)
+    scale_lr(optim_wrapper, size / base)
 
 
 def build_step(

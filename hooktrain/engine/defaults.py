@@ -46,11 +46,11 @@ def create_ddp_model(
     Args:
         model: a model on its device.
         fp16_compression: exchange gradients in float16.
-        **kwargs: ``type``, the name of a wrapper in ``MODEL_WRAPPERS``, and what it takes;
+        **kwargs: ``wrapper``, the class of a wrapper or its dotted name, and what it takes;
             see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
-        KeyError: if there is no such wrapper.
+        ImportError: if there is no such wrapper.
     """
     if comm.get_world_size() == 1:
         return model

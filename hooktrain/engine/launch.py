@@ -52,7 +52,7 @@ def launch(
 
     - Under torchrun, srun or mpirun, which have started the processes already, this one
       joins the others, however many were asked for here; see
-      :func:`hooktrain.strategy.environment.find_place`.
+      :func:`hooktrain.strategy.environment.get_rank_info`.
     - A single process is a plain call, without a process group. So is none.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.
@@ -90,7 +90,7 @@ def launch(
             f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}"
         )
     launcher = environment.infer_launcher()
-    if launcher == "pytorch" or environment.find_place(launcher).world_size > 1:
+    if launcher == "pytorch" or environment.get_rank_info(launcher).world_size > 1:
         return _run_rank(main_func, args, launcher, backend, timeout)
     world_size = num_machines * num_gpus_per_machine
     if world_size <= 1:

@@ -29,9 +29,8 @@ def train_settings() -> dict[str, Any]:
         amp=dict(enabled=False, dtype="float16"),
         accumulative_counts=1,  # batches to one update
         clip_grad=None,  # like dict(max_norm=1.0), or dict(type="value", clip_value=0.5)
-        # type chooses the wrapper by name, such as "SeparateDistributedDataParallel" for a GAN.
         ddp=dict(
-            type=None,
+            wrapper=None,  # a class or its dotted name; None is the one that fits the model
             broadcast_buffers=False,
             find_unused_parameters=False,
             fp16_compression=False,

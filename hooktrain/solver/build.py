@@ -13,7 +13,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper import OptimWrapper, Options
-from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict
+from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict, wrappers_by_name
 from hooktrain.solver.param_groups import (
     ParamGroup,
     get_default_optimizer_params as get_default_optimizer_params,
@@ -232,6 +232,35 @@ def build_param_scheduler(
         for name, wrapper in optim_wrapper.items()
     }
     return built  # type: ignore[no-any-return]
+
+
+def scale_lr(optim_wrapper: Wrappers, ratio: float) -> None:
+    """Multiply the learning rates of one or several optimizers.
+
+    With ``ratio`` the samples of all ranks in one backward pass over those for which the
+    rates were chosen, this is the linear rule of `Goyal et al.
+    <https://arxiv.org/abs/1706.02677>`_. Call it before schedulers are built, since
+    these note the rates that they find.
+
+    Args:
+        optim_wrapper: the optimizer, or several.
+        ratio: above 0.
+
+    Raises:
+        ValueError: if the ratio is not above 0.
+        RuntimeError: if a scheduler has noted a rate already. Nothing is changed then.
+    """
+    if ratio <= 0:
+        raise ValueError(f"ratio must be above 0, but got {ratio!r}")
+    wrappers = wrappers_by_name(optim_wrapper).values()
+    groups = [group for wrapper in wrappers for group in wrapper.param_groups]
+    if any("initial_lr" in group for group in groups):
+        raise RuntimeError(
+            "a scheduler has noted the learning rates before they were scaled: build "
+            "schedulers afterwards"
+        )
+    for group in groups:
+        group["lr"] = group["lr"] * ratio
 
 
 def scheduler_states(schedulers: Schedulers) -> Any:

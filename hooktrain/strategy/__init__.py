@@ -4,10 +4,10 @@ from hooktrain.strategy.base import (
     BaseStrategy as BaseStrategy,
     broadcast_buffers as broadcast_buffers,
 )
-from hooktrain.strategy.build import build_strategy as build_strategy
 from hooktrain.strategy.ddp import (
     DDPStrategy as DDPStrategy,
     SingleDeviceStrategy as SingleDeviceStrategy,
+    build_strategy as build_strategy,
     wrap_in_ddp as wrap_in_ddp,
     wrapper_for as wrapper_for,
 )

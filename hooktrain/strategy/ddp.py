@@ -1,4 +1,4 @@
-"""The whole model on each rank, and the gradients exchanged."""
+"""One device, or the whole model on each rank and the gradients exchanged."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooktrain.model import BaseModel, init_weights_once, is_model_wrapper
+from hooktrain.config import instantiate
+from hooktrain.model import (
+    BaseModel,
+    NamingDistributedDataParallel,
+    SeparateDistributedDataParallel,
+    StepDistributedDataParallel,
+    init_weights_once,
+    is_model_wrapper,
+)
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.strategy.environment import count_processes
-from hooktrain.utils.registry import MODEL_WRAPPERS, STRATEGIES
+from hooktrain.utils.names import locate
 
 
-@STRATEGIES.register_module()
 class SingleDeviceStrategy(BaseStrategy):
     """One process that trains on an accelerator, or on the CPU where there is none.
 
@@ -41,8 +48,8 @@ class SingleDeviceStrategy(BaseStrategy):
         return self.place_model(self.convert_model(model))
 
 
-def wrapper_for(model: nn.Module) -> str:
-    """The name in ``MODEL_WRAPPERS`` of the DistributedDataParallel that fits a model.
+def wrapper_for(model: nn.Module) -> type[nn.Module]:
+    """The DistributedDataParallel that fits a model.
 
     ``NamingDistributedDataParallel``, which is torch's with better messages, except for
     models that own their training step: ``StepDistributedDataParallel`` for one with the
@@ -51,17 +58,17 @@ def wrapper_for(model: nn.Module) -> str:
     """
     step = getattr(type(model), "train_step", None)
     if step is None:
-        return "NamingDistributedDataParallel"
+        return NamingDistributedDataParallel
     if step is BaseModel.train_step:
-        return "StepDistributedDataParallel"
-    return "SeparateDistributedDataParallel"
+        return StepDistributedDataParallel
+    return SeparateDistributedDataParallel
 
 
 def wrap_in_ddp(
     model: nn.Module,
     device: torch.device,
     *,
-    type: str | type[nn.Module] | None = None,
+    wrapper: type[nn.Module] | str | None = None,
     fp16_compression: bool = False,
     **options: Any,
 ) -> nn.Module:
@@ -70,30 +77,29 @@ def wrap_in_ddp(
     Args:
         model: on ``device``.
         device: where the model is.
-        type: the wrapper, by its name in ``MODEL_WRAPPERS`` or as a class; None is that of
+        wrapper: the class of the wrapper, or its dotted name; None is that of
             :func:`wrapper_for`.
         fp16_compression: exchange gradients in float16.
         options: of the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
-        KeyError: if there is no such wrapper.
+        ImportError: if there is no such wrapper.
     """
     init_weights_once(model)  # before all ranks get those of the first
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
-    ddp: nn.Module = MODEL_WRAPPERS.build(
-        {**options, "type": type or wrapper_for(model), "module": model}
-    )
+    kind: Any = locate(wrapper) if isinstance(wrapper, str) else wrapper
+    ddp: Any = (kind or wrapper_for(model))(model, **options)
     if fp16_compression:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
             fp16_compress_hook,
         )
 
-        ddp.register_comm_hook(state=None, hook=fp16_compress_hook)  # type: ignore[operator]
-    return ddp
+        ddp.register_comm_hook(state=None, hook=fp16_compress_hook)
+    wrapped: nn.Module = ddp
+    return wrapped
 
 
-@STRATEGIES.register_module()
 class DDPStrategy(BaseStrategy):
     """DistributedDataParallel over the processes of a launcher, also on the CPU.
 
@@ -102,17 +108,15 @@ class DDPStrategy(BaseStrategy):
     its model unwrapped.
 
     Args:
-        model_wrapper: the arguments of :func:`wrap_in_ddp`, ``type`` among them, such as
+        ddp: the options of :func:`wrap_in_ddp`, such as
             ``dict(find_unused_parameters=True)``. ``broadcast_buffers`` is False by
             default.
         kwargs: see :class:`BaseStrategy`.
     """
 
-    def __init__(
-        self, *, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, ddp: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.model_wrapper = {"broadcast_buffers": False, **(model_wrapper or {})}
+        self.ddp = {"broadcast_buffers": False, **(ddp or {})}
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Bring the model to its device and wrap it."""
@@ -121,4 +125,47 @@ class DDPStrategy(BaseStrategy):
         model = self.place_model(self.convert_model(model))
         if not self.distributed:
             return model
-        return wrap_in_ddp(model, self.device, **self.model_wrapper)
+        return wrap_in_ddp(model, self.device, **self.ddp)
+
+
+def build_strategy(
+    strategy: str | BaseStrategy | Mapping[str, Any] = "auto",
+    *,
+    ddp: Mapping[str, Any] | None = None,
+    **defaults: Any,
+) -> BaseStrategy:
+    """The strategy that is asked for.
+
+    Example::
+
+        build_strategy("auto", seed=0)
+        build_strategy(LazyCall(FSDPStrategy)(wrap=["Block"]), device="cpu")
+
+    Args:
+        strategy: ``"auto"``, which is :class:`DDPStrategy` for one of several processes
+            and :class:`SingleDeviceStrategy` for a single one; the name of another class
+            of this package, or a dotted one; a ``LazyCall``; or a strategy, which is
+            returned.
+        ddp: an argument for a :class:`DDPStrategy` only.
+        defaults: arguments that a ``LazyCall`` may replace.
+
+    Raises:
+        ImportError: for an unknown name; the message suggests the nearest.
+        TypeError: for a dict that is no ``LazyCall``, or an unknown argument.
+    """
+    if isinstance(strategy, BaseStrategy):
+        return strategy
+    if strategy == "auto":
+        # So that one configuration serves any number of processes.
+        single = count_processes() == 1
+        strategy = "SingleDeviceStrategy" if single else "DDPStrategy"
+    call = {"_target_": strategy} if isinstance(strategy, str) else dict(strategy)
+    if "_target_" not in call:
+        raise TypeError(f"strategy must be a name or a LazyCall, but got {strategy!r}")
+    kind = call["_target_"]
+    if isinstance(kind, str):
+        kind = locate(kind if "." in kind else f"hooktrain.strategy.{kind}")
+    if issubclass(kind, DDPStrategy):
+        defaults["ddp"] = ddp
+    built: BaseStrategy = instantiate({**defaults, **call, "_target_": kind})
+    return built

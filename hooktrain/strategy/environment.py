@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from ctypes import py_object, pythonapi
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,12 +45,12 @@ _VARIABLES: dict[Launcher, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a process in a run.
+class RankInfo:
+    """Which of the processes of a run this one is.
 
     Attributes:
         rank: its number, from 0 to ``world_size - 1``.
-        local_rank: its number among those on its machine.
+        local_rank: its number among the processes on its machine.
         world_size: the number of processes.
         local_world_size: the number of processes on its machine.
     """
@@ -78,8 +77,8 @@ def infer_launcher() -> Launcher:
     return "none"
 
 
-def find_place(launcher: Launcher) -> Place:
-    """The place of this process, from the environment variables of its launcher.
+def get_rank_info(launcher: Launcher) -> RankInfo:
+    """The ranks of this process, from the environment variables of its launcher.
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -89,17 +88,17 @@ def find_place(launcher: Launcher) -> Place:
         ValueError: for an unknown launcher, or if a variable is not a number.
     """
     if launcher == "none":
-        return Place()
+        return RankInfo()
     if launcher not in _VARIABLES:
         raise ValueError(
             f"launcher must be 'none', 'pytorch', 'slurm' or 'mpi', got {launcher!r}"
         )
     values = [os.environ[name] for name in _VARIABLES[launcher]]
     # SLURM writes 2(x3) for two tasks on each of three machines.
-    return Place(*(int(value.partition("(")[0]) for value in values))
+    return RankInfo(*(int(value.partition("(")[0]) for value in values))
 
 
-def find_address(launcher: Launcher, place: Place) -> tuple[str, int]:
+def find_address(launcher: Launcher, info: RankInfo) -> tuple[str, int]:
     """Where the processes of SLURM and MPI meet: the host and the port of rank 0.
 
     That is ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set. Otherwise it is SLURM's
@@ -108,14 +107,14 @@ def find_address(launcher: Launcher, place: Place) -> tuple[str, int]:
 
     Args:
         launcher: see :func:`infer_launcher`.
-        place: see :func:`find_place`.
+        info: see :func:`get_rank_info`.
 
     Raises:
         ValueError: if nothing says where rank 0 is.
     """
     address = os.environ.get("MASTER_ADDR")
     port = int(os.environ.get("MASTER_PORT", "29500"))
-    if address is None and place.world_size == place.local_world_size:
+    if address is None and info.world_size == info.local_world_size:
         address = "127.0.0.1"
     elif address is None and launcher == "slurm" and shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]]
@@ -133,7 +132,7 @@ def count_processes(launcher: Launcher | None = None) -> int:
     Args:
         launcher: who started them; None finds out.
     """
-    started = find_place(launcher or infer_launcher()).world_size
+    started = get_rank_info(launcher or infer_launcher()).world_size
     return max(comm.get_world_size(), started)
 
 
@@ -161,8 +160,8 @@ def join_processes(
         timeout: of the collectives; a number is of seconds.
 
     Raises:
-        KeyError: as :func:`find_place`.
-        ValueError: as :func:`find_place` and :func:`find_address`.
+        KeyError: as :func:`get_rank_info`.
+        ValueError: as :func:`get_rank_info` and :func:`find_address`.
     """
     # Its functions have the default group as a default argument. Imported while there is
     # one, as the first optimizer does, it keeps the group's threads alive after the end
@@ -174,11 +173,11 @@ def join_processes(
         # The ranks would train on without torchrun, and keep the output folder from its
         # successor.
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    place = find_place(launcher)
+    info = get_rank_info(launcher)
     # A connection takes a descriptor, and gloo connects each rank with each other one.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if place.world_size > MANY:
+    if info.world_size > MANY:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
@@ -186,7 +185,7 @@ def join_processes(
     if device is not None:
         # There may be more processes than devices.
         count = torch.accelerator.device_count()
-        torch.accelerator.set_device_index(place.local_rank % count)
+        torch.accelerator.set_device_index(info.local_rank % count)
     if backend is None:
         backend = dist.get_default_backend_for_device(device or "cpu")
     bound = None
@@ -196,27 +195,27 @@ def join_processes(
     dist.init_process_group(
         backend,
         device_id=bound,
-        store=_store(launcher, place, timeout),
-        rank=place.rank,
-        world_size=place.world_size,
+        store=_store(launcher, info, timeout),
+        rank=info.rank,
+        world_size=info.world_size,
         timeout=timeout,
     )
     atexit.register(_let_go)
     comm.object_group(timeout)
-    comm.create_local_process_group(place.local_world_size)
+    comm.create_local_process_group(info.local_world_size)
 
 
-def _store(launcher: Launcher, place: Place, timeout: timedelta) -> Any:
+def _store(launcher: Launcher, info: RankInfo, timeout: timedelta) -> Any:
     """The store where the processes meet, without the addresses of dead ones."""
     c10d: Any = dist  # mypy does not know of these names
-    size = place.world_size
+    size = info.world_size
     if launcher != "pytorch":
-        host, port = find_address(launcher, place)
-        return c10d.TCPStore(host, port, size, place.rank == 0, timeout)
-    meeting = c10d.rendezvous("env://", place.rank, size, timeout=timeout)
+        host, port = find_address(launcher, info)
+        return c10d.TCPStore(host, port, size, info.rank == 0, timeout)
+    meeting = c10d.rendezvous("env://", info.rank, size, timeout=timeout)
     store, *_ = next(meeting)
     store.set_timeout(timeout)
-    if size == place.local_world_size:
+    if size == info.local_world_size:
         # torchrun's store survives a restart, with the addresses of the dead ranks in it.
         # Each of several machines has its own count of restarts, so the count does not
         # help there.
@@ -273,12 +272,16 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def set_random_seed(seed: int | None = None, *, diff_rank_seed: bool = False) -> int:
+def set_random_seed(
+    seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False
+) -> int:
     """Seed the generators of Python, numpy and torch. A collective if there is no seed.
 
     Args:
         seed: from 0 to 2^32 - 1; None or a negative number draws one that all ranks
             share.
+        deterministic: let torch use deterministic algorithms only, and raise an error
+            where there is none.
         diff_rank_seed: seed each rank with the sum of the seed and its rank.
 
     Returns:
@@ -289,12 +292,18 @@ def set_random_seed(seed: int | None = None, *, diff_rank_seed: bool = False) ->
         logger.info("No seed is configured: drew %d", seed)
     own = (seed + comm.data_parallel_rank()) % 2**32
     seed_all_rng(own if diff_rank_seed else seed)
+    if deterministic:
+        # cuBLAS reads this variable when it is used first.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True)
     return seed
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The settings of a process. Nothing is changed that is not asked for.
+    """How a strategy sets up its process. What is not asked for is left as it is.
 
     Args:
         launcher: who started the processes; None finds out, see :func:`infer_launcher`.
@@ -303,8 +312,8 @@ class Environment:
         timeout: of the collectives; a number is of seconds.
         seed: see :func:`set_random_seed`; the same on all ranks.
         diff_rank_seed: seed each rank with the sum of the seed and its rank.
-        deterministic: let torch use deterministic algorithms only, and fail where there
-            is none.
+        deterministic: let torch use deterministic algorithms only, and raise an error
+            where there is none. It wins over ``cudnn_benchmark``.
         cudnn_benchmark: let cuDNN try which algorithm is the fastest.
     """
 
@@ -315,35 +324,3 @@ class Environment:
     diff_rank_seed: bool = False
     deterministic: bool = False
     cudnn_benchmark: bool = False
-
-    @classmethod
-    def of(cls, settings: "Environment | Mapping[str, Any] | None") -> "Environment":
-        """The settings from a dict, with the names of this class or those of MMEngine.
-
-        MMEngine's are ``randomness=dict(seed, diff_rank_seed, deterministic)`` and
-        ``dist_cfg=dict(backend, timeout)``. Its ``mp_cfg`` and ``resource_limit`` have no
-        effect: the start method of workers is an argument of the data loader, and the
-        limit of open files one of the shell.
-
-        Raises:
-            TypeError: for an unknown name.
-        """
-        if isinstance(settings, Environment):
-            return settings
-        flat = dict(settings or {})
-        for group in ("randomness", "dist_cfg"):
-            flat |= flat.pop(group, None) or {}
-        for ignored in ("mp_cfg", "resource_limit"):
-            flat.pop(ignored, None)
-        return cls(**flat)
-
-    def apply(self) -> None:
-        """Change this process as asked for; see the arguments."""
-        if self.cudnn_benchmark:
-            torch.backends.cudnn.benchmark = True
-        if self.deterministic:
-            # cuBLAS looks at it when it is used first.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.backends.cudnn.benchmark = False
-            torch.backends.cudnn.deterministic = True
-            torch.use_deterministic_algorithms(True)

@@ -15,13 +15,11 @@ from hooktrain.strategy.base import BaseStrategy, ModelSource
 from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
 from hooktrain.utils.names import locate
-from hooktrain.utils.registry import STRATEGIES
 
 # The last ones have ranks that are nearest to each other: they talk in each layer.
 DIMENSIONS = ("replicate", "shard", "context", "tensor")
 
 
-@STRATEGIES.register_module()
 class FSDPStrategy(BaseStrategy):
     """Each process holds a part of the model, of its gradients and of the optimizer.
 
@@ -32,7 +30,7 @@ class FSDPStrategy(BaseStrategy):
 
     A model on the meta device, or one that ``deferred_init`` builds there, is initialised
     while it is sharded. Any other must fit the memory of one device until it is sharded.
-    Build optimizers afterwards, as :meth:`prepare` does from a configuration.
+    Build optimizers afterwards.
 
     Beyond data parallelism, ``mesh`` orders the ranks in several dimensions, and
     ``parallelize`` divides the computation of a batch among those of ``"tensor"`` or
@@ -49,11 +47,9 @@ class FSDPStrategy(BaseStrategy):
             ``backend="cpu:gloo,cuda:nccl"``.
         activation_checkpointing: see :class:`BaseStrategy`; True means those of ``wrap``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
-        deferred_init: build the model of a configuration on the meta device.
-        state_dict_cfg: ``"full"`` saves one file, as other strategies do; the states are
-            whole on the main process, and sharded tensors are None on the others.
-            ``"sharded"`` (MMEngine's ``"local"``) saves a folder that each rank writes
-            its part of, and the states hold shards. Both are read in either case.
+        deferred_init: build the model of a LazyCall or function on the meta device.
+        saves_shards: a checkpoint should be a folder that each rank writes its part of,
+            instead of one file as with other strategies. Both are read in either case.
         mesh: how many ranks there are in the dimensions ``"replicate"``, ``"shard"``,
             ``"context"`` and ``"tensor"``. ``"shard"`` has those that the others leave.
             ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
@@ -70,9 +66,9 @@ class FSDPStrategy(BaseStrategy):
     Raises:
         TypeError: for an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in it.
-        ValueError: for another ``state_dict_cfg``; in :meth:`setup`, if ``mesh`` has
-            another dimension or is for another number of ranks; in :meth:`wrap_model`, if
-            ``wrap`` or ``parallelize`` does not fit the model.
+        ValueError: in :meth:`setup`, if ``mesh`` has another dimension or is for another
+            number of ranks; in :meth:`wrap_model`, if ``wrap`` or ``parallelize`` does
+            not fit the model.
         RuntimeError: in :meth:`wrap_model`, without a process group.
     """
 
@@ -87,17 +83,13 @@ class FSDPStrategy(BaseStrategy):
         activation_checkpointing: bool | WrapRule = False,
         reshard_after_forward: bool = True,
         deferred_init: bool = False,
-        state_dict_cfg: str = "full",
+        saves_shards: bool = False,
         mesh: Mapping[str, int] | None = None,
         parallelize: Callable[..., Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
         again = wrap if activation_checkpointing is True else activation_checkpointing
         super().__init__(activation_checkpointing=again or (), **kwargs)
-        if state_dict_cfg not in ("full", "sharded", "local"):
-            raise ValueError(
-                f"state_dict_cfg must be 'full' or 'sharded', got {state_dict_cfg!r}"
-            )
         self.sharding: dict[str, Any] = {
             "wrap": wrap,
             "mp_policy": sharding.build_mp_policy(mp_policy),
@@ -109,7 +101,7 @@ class FSDPStrategy(BaseStrategy):
         if isinstance(parallelize, str):
             self.parallelize = locate(parallelize)
         self.deferred_init = deferred_init
-        self.saves_shards = state_dict_cfg != "full"
+        self.saves_shards = saves_shards
 
     def _join_processes(self) -> None:
         super()._join_processes()
@@ -135,16 +127,11 @@ class FSDPStrategy(BaseStrategy):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")
 
     def build_model(self, model: ModelSource) -> nn.Module:
-        """The model; of a configuration on the meta device, if that is asked for."""
+        """The model, which is built on the meta device if ``deferred_init`` asks for it."""
         if not self.deferred_init:
             return super().build_model(model)
         with torch.device("meta"):
             return super().build_model(model)
-
-    def init_model_weights(self, model: nn.Module) -> None:
-        """Call the model's ``init_weights``; on the meta device, that comes later."""
-        if not sharding.on_meta(model):
-            super().init_model_weights(model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place."""

@@ -142,7 +142,6 @@ OPTIMIZERS = Registry("optimizers")
 OPTIM_WRAPPERS = Registry("optimizer wrappers")
 OPTIM_WRAPPER_CONSTRUCTORS = Registry("constructors of optimizer wrappers")
 PARAM_SCHEDULERS = Registry("schedulers (more: import hooktrain.compat.mmengine)")
-STRATEGIES = Registry("strategies")
 
 MODEL_WRAPPERS.register(nn.DataParallel)
 MODEL_WRAPPERS.register(nn.parallel.DistributedDataParallel)

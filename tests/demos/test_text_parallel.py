@@ -19,32 +19,32 @@ from hooktrain.data import build_test_loader
 from hooktrain.demos.text import TextGPT
 from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.model import ExponentialMovingAverage
-from hooktrain.strategy import BaseStrategy, FSDPStrategy, SingleDeviceStrategy
+from hooktrain.strategy import FSDPStrategy, SingleDeviceStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors, local_tensor
-from sharding_toys import DATA, prepared, resumed_run, run, saved_run, states
+from sharding_toys import DATA, Run, resumed_run, saved_run
 
 CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(1, 16, 2), fused=False)
 PLAN = "hooktrain.demos.text_parallel.parallelize"
 DIVIDED = {"config": CONFIG, "parallelize": PLAN, "mesh": {"tensor": 2}}
 SHARDED = {"config": CONFIG, "mesh": {"tensor": 1}}
-SHARDS = {"state_dict_cfg": "sharded"}
+SHARDS = {"saves_shards": True}
 
 
-def averaged(strategy: BaseStrategy, saved: Any = None) -> dict[str, Any]:
+def averaged(run: Run, saved: Any = None) -> dict[str, Any]:
     """An average after two steps, or one that was loaded."""
-    average = ExponentialMovingAverage(strategy.model, 0.5)
+    average = ExponentialMovingAverage(run.model, 0.5)
     if saved is None:
-        run(strategy, slice(2))
-        average.update_parameters(strategy.model)
+        run.train(slice(2))
+        average.update_parameters(run.model)
     else:
         load_model_state(average, saved, strict=True)
     whole: dict[str, Any] = full_tensors(dict(average.state_dict()))
     return whole
 
 
-def text_of(strategy: BaseStrategy) -> Tensor:
-    model: Any = strategy.model
+def text_of(run: Run) -> Tensor:
+    model: Any = run.model
     model.eval()
     text: Tensor = model.generate(torch.tensor([3]), 3, temperature=0)
     return text
@@ -52,14 +52,12 @@ def text_of(strategy: BaseStrategy) -> Tensor:
 
 def deferred(folder: str, **options: Any) -> Any:
     """The weights of a model that is divided before it has any."""
-    return states(prepared(FSDPStrategy, folder, deferred_init=True, **options))[
-        "model"
-    ]
+    return Run(FSDPStrategy, folder, deferred_init=True, **options).states()["model"]
 
 
-def _placed(strategy: BaseStrategy) -> dict[str, Any]:
+def _placed(run: Run) -> dict[str, Any]:
     sizes = {}
-    for name, parameter in strategy.model.named_parameters():
+    for name, parameter in run.model.named_parameters():
         sizes[name] = tuple(local_tensor(parameter).shape)
     return {
         "part": (comm.data_parallel_rank(), comm.data_parallel_size()),
@@ -83,32 +81,30 @@ class Seen(DatasetEvaluator):
         return {"numbers": comm.all_gather(self.numbers)}
 
 
-def evaluated(strategy: BaseStrategy) -> Any:
+def evaluated(run: Run) -> Any:
     texts = DATA[0]["tokens"][:5]
     samples: Any = [{"tokens": text, "number": i} for i, text in enumerate(texts)]
     loader = build_test_loader(samples, batch_size=2)
-    return inference_on_dataset(strategy.model, loader, Seen())
+    return inference_on_dataset(run.model, loader, Seen())
 
 
 def _on_four_ranks(folder: str, average: dict[str, Any]) -> dict[str, Any]:
     four = {
-        "full": saved_run(FSDPStrategy, f"{folder}/full/iter_3.pth", **DIVIDED),
-        "shards": saved_run(
-            FSDPStrategy, f"{folder}/shards/iter_3", **DIVIDED, **SHARDS
-        ),
-        "from full": resumed_run(FSDPStrategy, f"{folder}/full", True, **DIVIDED),
+        "full": saved_run(FSDPStrategy, f"{folder}/full", **DIVIDED),
+        "shards": saved_run(FSDPStrategy, f"{folder}/shards", **DIVIDED, **SHARDS),
+        "from full": resumed_run(FSDPStrategy, f"{folder}/full", **DIVIDED),
         "from shards": resumed_run(
-            FSDPStrategy, f"{folder}/shards", True, **DIVIDED, **SHARDS
+            FSDPStrategy, f"{folder}/shards", **DIVIDED, **SHARDS
         ),
-        "from one": resumed_run(FSDPStrategy, f"{folder}/one", True, **DIVIDED),
+        "from one": resumed_run(FSDPStrategy, f"{folder}/one", **DIVIDED),
     }
-    strategy = prepared(FSDPStrategy, folder, **DIVIDED)
-    four["placed"] = _placed(strategy)
-    four["evaluated"] = evaluated(strategy)
+    run = Run(FSDPStrategy, folder, **DIVIDED)
+    four["placed"] = _placed(run)
+    four["evaluated"] = evaluated(run)
     four["deferred"] = deferred(folder, **DIVIDED)
-    four["text"] = text_of(strategy)
-    four["average"] = averaged(strategy)
-    four["loaded average"] = averaged(strategy, average)
+    four["text"] = text_of(run)
+    four["average"] = averaged(run)
+    four["loaded average"] = averaged(run, average)
     return four
 
 
@@ -117,7 +113,7 @@ def _on_two_ranks(folder: str) -> tuple[list[dict[str, Any]], Any]:
     for name in ("full", "shards"):
         for options in (SHARDED, DIVIDED):
             path = f"{folder}/{name}"
-            resumed.append(resumed_run(FSDPStrategy, path, True, **options))
+            resumed.append(resumed_run(FSDPStrategy, path, **options))
     return resumed, deferred(folder, **SHARDED)
 
 
@@ -128,12 +124,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Any]:
-    kind, path = SingleDeviceStrategy, f"{folder}/one/iter_3.pth"
-    strategy = prepared(kind, str(folder), CONFIG)
+    run = Run(SingleDeviceStrategy, str(folder), CONFIG)
     return {
-        **saved_run(kind, path, config=CONFIG),
-        "text": text_of(strategy),
-        "average": averaged(strategy),
+        **saved_run(SingleDeviceStrategy, f"{folder}/one", config=CONFIG),
+        "text": text_of(run),
+        "average": averaged(run),
     }
 
 
@@ -198,7 +193,7 @@ def test_it_goes_on_in_other_dimensions(
     resumed, _ = two
     for name in ("full", "shards"):
         kind = SingleDeviceStrategy
-        resumed.append(resumed_run(kind, f"{folder}/{name}", True, config=CONFIG))
+        resumed.append(resumed_run(kind, f"{folder}/{name}", config=CONFIG))
     saved = four[0]["full"]
     for run_on in resumed:
         assert_equal(run_on["states"], saved["states"])
@@ -233,14 +228,12 @@ def collectives_of_a_step(ranks: int, folder: Path) -> tuple[Any, int, Counter[s
     # Collectives return at once, with nothing from the others.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        strategy: Any = prepared(
-            FSDPStrategy, str(folder), config, parallelize=PLAN, mesh=mesh
-        )
-        run(strategy, slice(1))
+        run = Run(FSDPStrategy, str(folder), config, parallelize=PLAN, mesh=mesh)
+        run.train(slice(1))
         with Collectives() as counted:
-            run(strategy, slice(1, 2))
-        parts = comm.data_parallel_size()
-        return strategy.mesh.shape, parts, counted.counts
+            run.train(slice(1, 2))
+        strategy: Any = run.strategy
+        return strategy.mesh.shape, comm.data_parallel_size(), counted.counts
     finally:
         dist.destroy_process_group()
 

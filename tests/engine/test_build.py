@@ -18,6 +18,7 @@ from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.demos import DigitsDataset
 from hooktrain.engine import HookBase, SimpleTrainer, build_trainer, train_settings
 from hooktrain.engine.build import prepare_model
+from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.tensors import full_tensor
@@ -40,7 +41,9 @@ SHORT = [
     "train.max_iter=6",
     "train.eval_period=0",
 ]
-FSDP = "train.strategy={'type': 'FSDPStrategy', 'wrap': ['Block']}"
+FSDP = (
+    "train.strategy={'_target_': 'hooktrain.strategy.FSDPStrategy', 'wrap': ['Block']}"
+)
 
 
 class Samples(HookBase):
@@ -181,6 +184,21 @@ def test_a_run_of_two_ranks_goes_on_with_one_or_four(
     assert_close(resumed[name]["model"], whole["model"], rtol=0, atol=1e-5)
 
 
+def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(
+    tmp_path: Path,
+) -> None:
+    cfg = LazyConfig.load(CONFIGS / "digits_cnn.py")
+    cfg.train.update(output_dir=str(tmp_path), seed=7, sync_bn="torch")
+    for given in ("DDPStrategy", LazyCall(DDPStrategy)()):
+        cfg.train.strategy = given
+        made = prepare_model(cfg)[0]
+        assert isinstance(made, DDPStrategy)
+        assert (made.seed, made.sync_bn) == (7, "torch")
+    cfg.train.strategy = made
+    with pytest.raises(TypeError, match=r"train\.strategy"):
+        prepare_model(cfg)[0]
+
+
 def digits(folder: Path, *overrides: str) -> Any:
     """The configuration of one iteration."""
     cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
@@ -279,3 +297,17 @@ def test_a_trainer_is_freed_without_the_garbage_collector(tmp_path: Path) -> Non
         assert model() is None
     finally:
         gc.enable()
+
+
+def test_learning_rates_are_scaled_by_the_batch(tmp_path: Path) -> None:
+    def rate(*overrides: str) -> float:
+        trainer = build_trainer(digits(tmp_path, *overrides))
+        found: float = trainer.optimizer.param_groups[0]["lr"]
+        return found
+
+    enabled = "train.auto_scale_lr.enable=true"
+    # Eight samples in place of two.
+    scaled = rate(enabled, "train.auto_scale_lr.base_batch_size=2")
+    assert scaled == pytest.approx(4 * rate())
+    with pytest.raises(ValueError, match="base_batch_size"):
+        rate(enabled)

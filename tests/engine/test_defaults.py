@@ -36,7 +36,6 @@ from hooktrain.solver import (
     OptimWrapper,
     OptimWrapperDict,
 )
-from hooktrain.strategy import build_strategy
 from hooktrain.utils.logger import close_logger, setup_logger
 from runs import build, last_results, train
 from toys import LinearLoss, Pairs, StopOnce, ToyModel
@@ -279,7 +278,6 @@ def test_an_output_folder_that_is_an_address_is_refused_before_anything_is_made(
         lambda: default_writers(address),
         lambda: setup_logger(address, name="test", configure_stdout=False),
         lambda: Checkpointer(nn.Linear(1, 1), address),
-        lambda: build_strategy("auto", work_dir=address),
     ):
         with pytest.raises(
             ValueError, match=r"cannot write to 's3://bucket/run': give a folder"
@@ -530,13 +528,13 @@ def wrapped_models() -> list[str]:
         create_ddp_model(ToyModel(), find_unused_parameters=True),
         create_ddp_model(Pairs()),
         create_ddp_model(
-            two, type="SeparateDistributedDataParallel", fp16_compression=True
+            two, wrapper=SeparateDistributedDataParallel, fp16_compression=True
         ),
     ]
     return [type(model).__name__ for model in models]
 
 
-def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen_by_name() -> None:
+def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen() -> None:
     names = [
         "NamingDistributed",
         "StepDistributed",

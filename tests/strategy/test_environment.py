@@ -1,7 +1,6 @@
 import os
 import random
 import resource
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gloo import run_ranks
+from gloo import run_ranks, torchrun
 from hooktrain.strategy import (
     DDPStrategy,
     Environment,
@@ -22,9 +21,9 @@ from hooktrain.strategy import (
     environment as joining,
 )
 from hooktrain.strategy.environment import (
-    Place,
+    RankInfo,
     find_address,
-    find_place,
+    get_rank_info,
     infer_launcher,
     leave_processes,
     restart_count,
@@ -81,7 +80,7 @@ def test_the_launcher_is_inferred_from_what_it_sets(
 def test_torchrun_says_everything(started_by: Any) -> None:
     assert restart_count() == 0
     started_by(TORCHRUN, TORCHELASTIC_RESTART_COUNT="2")
-    assert find_place("pytorch") == Place(3, 1, 4, 2)
+    assert get_rank_info("pytorch") == RankInfo(3, 1, 4, 2)
     assert restart_count() == 2
 
 
@@ -90,27 +89,27 @@ def test_scontrol_says_where_the_tasks_of_slurm_meet(
 ) -> None:
     started_by(SLURM)
     monkeypatch.setenv("PATH", str(tmp_path))
-    place = find_place("slurm")
-    assert place == Place(3, 1, 4, 2)
+    info = get_rank_info("slurm")
+    assert info == RankInfo(3, 1, 4, 2)
     with pytest.raises(ValueError, match="set MASTER_ADDR to the address"):
-        find_address("slurm", place)
+        find_address("slurm", info)
     script = tmp_path / "scontrol"
     script.write_text(
         '#!/bin/sh\n[ "$*" = "show hostnames node[07-08]" ] && echo node07 node08\n'
     )
     script.chmod(0o755)
-    assert find_address("slurm", place) == ("node07", 29500)
+    assert find_address("slurm", info) == ("node07", 29500)
     started_by(MASTER_ADDR="fe80::1", MASTER_PORT="99")
-    assert find_address("slurm", place) == ("fe80::1", 99)
+    assert find_address("slurm", info) == ("fe80::1", 99)
 
 
 def test_mpi_needs_an_address_on_several_machines(started_by: Any) -> None:
     started_by(OPEN_MPI)
-    place = find_place("mpi")
-    assert place == Place(1, 1, 2, 2)
-    assert find_address("mpi", place) == ("127.0.0.1", 29500)
+    info = get_rank_info("mpi")
+    assert info == RankInfo(1, 1, 2, 2)
+    assert find_address("mpi", info) == ("127.0.0.1", 29500)
     with pytest.raises(ValueError, match="set MASTER_ADDR to the address"):
-        find_address("mpi", replace(place, local_world_size=1))
+        find_address("mpi", replace(info, local_world_size=1))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_what_is_missing_or_wrong_is_named(
 ) -> None:
     started_by(environment)
     with pytest.raises((KeyError, ValueError), match=message):
-        find_place(launcher)
+        get_rank_info(launcher)
 
 
 JOIN = """
@@ -221,11 +220,10 @@ def set_up(**kwargs: Any) -> SingleDeviceStrategy:
     return strategy
 
 
-def test_setting_up_changes_nothing_but_the_random_state(tmp_path: Path) -> None:
+def test_setting_up_changes_nothing_but_the_random_state() -> None:
     before = dict(os.environ), torch.are_deterministic_algorithms_enabled()
-    strategy = set_up(work_dir=tmp_path / "runs")
+    strategy = set_up()
     assert (dict(os.environ), torch.are_deterministic_algorithms_enabled()) == before
-    assert not (tmp_path / "runs").exists()
     assert strategy.launcher == "none"
 
 
@@ -235,9 +233,9 @@ def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("benchmark", "deterministic"):
         monkeypatch.setattr(torch.backends.cudnn, name, False)
     try:
-        set_up(env_kwargs={"cudnn_benchmark": True})
+        set_up(cudnn_benchmark=True)
         assert torch.backends.cudnn.benchmark
-        set_up(env_kwargs={"randomness": {"deterministic": True}})
+        set_up(cudnn_benchmark=True, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
@@ -251,30 +249,21 @@ def test_all_generators_are_seeded_once() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    assert set_up(env_kwargs={"seed": 5}).seed == 5
+    assert set_up(seed=5).seed == 5
     first = draw()
-    assert set_up(env_kwargs={"randomness": {"seed": 5}}).seed == 5
+    assert set_up(seed=5).seed == 5
     assert draw() == first
-    other = set_up(env_kwargs=Environment(seed=6))
+    other = set_up(seed=6)
     assert draw() != first
     state = torch.get_rng_state()
     other.setup()
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_mmengines_settings_are_understood() -> None:
-    nested = {
-        "launcher": "slurm",
-        "mp_cfg": {"mp_start_method": "fork", "opencv_num_threads": 0},
-        "dist_cfg": {"backend": "gloo", "timeout": 90},
-        "randomness": {"seed": 1, "deterministic": True},
-    }
-    assert Environment.of(nested) == Environment(
-        launcher="slurm", backend="gloo", timeout=90, seed=1, deterministic=True
-    )
-    assert Environment.of({"dist_cfg": None, "seed": 2}) == Environment(seed=2)
+def test_an_unknown_setting_is_refused() -> None:
+    assert SingleDeviceStrategy(seed=2).environment == Environment(seed=2)
     with pytest.raises(TypeError, match="'bakend'"):
-        SingleDeviceStrategy(env_kwargs={"dist_cfg": {"bakend": "gloo"}})
+        SingleDeviceStrategy(bakend="gloo")
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
@@ -288,16 +277,6 @@ def test_a_single_device_is_for_one_process(started_by: Any) -> None:
         RuntimeError, match=r"SingleDeviceStrategy in one of 2 processes"
     ):
         set_up()
-
-
-def torchrun(world_size: int = 1) -> dict[str, str]:
-    """The variables of torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {"RANK": "0", "LOCAL_RANK": "0", **sizes, **meeting}
 
 
 @pytest.mark.parametrize(
@@ -318,8 +297,8 @@ def test_a_process_takes_the_device_of_its_local_rank_or_the_only_one_it_sees(
         "current_device_index": lambda: taken[-1],
     }.items():
         monkeypatch.setattr(accelerator, name, value)
-    place = joining.Place(rank=2, local_rank=2, world_size=4, local_world_size=4)
-    monkeypatch.setattr(joining, "find_place", lambda launcher: place)
+    info = joining.RankInfo(rank=2, local_rank=2, world_size=4, local_world_size=4)
+    monkeypatch.setattr(joining, "get_rank_info", lambda launcher: info)
     monkeypatch.setattr(joining, "_store", lambda *args: None)
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **options: joined.update(options)
@@ -344,7 +323,7 @@ def test_objects_wait_as_long_as_tensors(started_by: Any) -> None:
 
 def test_a_process_of_torchrun_joins_the_others(started_by: Any) -> None:
     started_by(torchrun())
-    strategy = DDPStrategy(device="cpu", env_kwargs={"dist_cfg": {"timeout": 90}})
+    strategy = DDPStrategy(device="cpu", timeout=90)
     strategy.setup()
     assert (strategy.launcher, strategy.world_size) == ("pytorch", 1)
     assert dist.get_backend() == "gloo"

@@ -16,24 +16,24 @@ from hooktrain.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor, local_tensor
 from sharding_toys import (
-    ADAMW,
     CONFIG,
     DATA,
     make_model,
     make_strategy,
+    make_wrapper,
     resumed_run,
     saved_run,
     train,
 )
 
 
-def _losses(folder: str, **options: Any) -> list[float]:
-    strategy = make_strategy(FSDPStrategy, folder, activation_checkpointing=True)
-    model, wrapper = strategy.prepare(make_model(), optim_wrapper=ADAMW, **options)
-    return train(model, wrapper, DATA)
+def _losses(**options: Any) -> list[float]:
+    strategy = make_strategy(FSDPStrategy, activation_checkpointing=True)
+    model = strategy.prepare(make_model(), **options)
+    return train(model, make_wrapper(model), DATA)
 
 
-def _compiled_blocks(folder: str) -> tuple[list[float], int]:
+def _compiled_blocks() -> tuple[list[float], int]:
     graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -41,20 +41,13 @@ def _compiled_blocks(folder: str) -> tuple[list[float], int]:
         return graph.forward
 
     compile = {"backend": backend, "blocks": ["Block"]}
-    return _losses(folder, compile=compile), len(graphs)
+    return _losses(compile=compile), len(graphs)
 
 
-def _built_before(folder: str) -> None:
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="build it from the prepared model"):
-        make_strategy(FSDPStrategy, folder).prepare(model, optim_wrapper=optimizer)
-
-
-def _deferred(folder: str) -> Any:
-    strategy = make_strategy(FSDPStrategy, folder, deferred_init=True)
-    assert isinstance(strategy.prepare(CONFIG), FSDPModule)
-    return strategy.model_state_dict()["head.weight"]
+def _deferred() -> Any:
+    model = make_strategy(FSDPStrategy, deferred_init=True).prepare(CONFIG)
+    assert isinstance(model, FSDPModule)
+    return full_tensor(model.head.weight)
 
 
 PLACES = torch.linspace(-1, 1, 24).view(2, 6, 2)
@@ -78,29 +71,28 @@ def take_places(model: nn.Module, mesh: DeviceMesh) -> None:
     model.register_forward_pre_hook(lambda _, args: args[0].chunk(size, 1)[rank])
 
 
-def _context(folder: str) -> Any:
+def _context() -> Any:
     strategy = FSDPStrategy(
-        work_dir=folder,
         device="cpu",
-        env_kwargs={"seed": 3},
+        seed=3,
         mesh={"replicate": 1, "context": 2},
         parallelize=take_places,
     )
     model: Any = strategy.prepare(Mean)
     model(PLACES).backward()
     part = (comm.data_parallel_rank(), comm.data_parallel_size())
-    DDPStrategy(work_dir=folder, device="cpu").setup()
+    DDPStrategy(device="cpu").setup()
     later = (comm.data_parallel_rank(), comm.data_parallel_size())
     weight = model.fc.weight
     return (part, later), full_tensor(weight), full_tensor(weight.grad)
 
 
-def _replicated(folder: str) -> Any:
-    strategy = make_strategy(FSDPStrategy, folder, mesh={"replicate": 2})
-    model, wrapper = strategy.prepare(make_model(), optim_wrapper=ADAMW)
+def _replicated() -> Any:
+    strategy = make_strategy(FSDPStrategy, mesh={"replicate": 2})
+    model: Any = strategy.prepare(make_model())
     part = (comm.data_parallel_rank(), comm.data_parallel_size())
     rows = len(local_tensor(model.head.weight))
-    return part, rows, train(model, wrapper, DATA)
+    return part, rows, train(model, make_wrapper(model), DATA)
 
 
 def divide_head(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -117,20 +109,14 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return sharded
 
 
-def _own(folder: str) -> Any:
-    strategy = FSDPStrategy(
-        work_dir=folder,
-        device="cpu",
-        env_kwargs={"seed": 3},
-        deferred_init=True,
-        parallelize=shard,
-    )
-    model = strategy.prepare(CONFIG)
+def _own() -> Any:
+    strategy = FSDPStrategy(device="cpu", seed=3, deferred_init=True, parallelize=shard)
+    model: Any = strategy.prepare(CONFIG)
     units = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
-    return units, strategy.model_state_dict()["head.weight"]
+    return units, full_tensor(model.head.weight)
 
 
-def _refused(folder: str) -> None:
+def _refused() -> None:
     names = r"\('replicate', 'shard', 'context', 'tensor'\), for 2 processes in all"
     left_out = r"has left out \['embedding.weight', 'blocks.0.attention_norm.weight'"
     rows = "the 3 rows of fc.weight cannot be divided by 2 ranks"
@@ -140,31 +126,28 @@ def _refused(folder: str) -> None:
         (left_out, make_model(), {"tensor": 2}, divide_head),
         (rows, Mean(), {"tensor": 2}, divide_rows),
     ):
-        strategy = FSDPStrategy(
-            work_dir=folder, device="cpu", mesh=mesh, parallelize=parallelize
-        )
+        strategy = FSDPStrategy(device="cpu", mesh=mesh, parallelize=parallelize)
         with pytest.raises(ValueError, match=message):
             strategy.prepare(model)
 
 
 def _on_two_ranks(folder: str) -> dict[str, Any]:
-    sharded = {"state_dict_cfg": "sharded"}
+    sharded = {"saves_shards": True}
     return {
-        "ddp": saved_run(DDPStrategy, f"{folder}/ddp/iter_3.pth")["losses"],
-        "full": saved_run(FSDPStrategy, f"{folder}/full/iter_3.pth"),
-        "shards": saved_run(FSDPStrategy, f"{folder}/shards/iter_3", **sharded),
-        "from one": resumed_run(FSDPStrategy, folder, f"{folder}/one/iter_3.pth"),
-        "from shards": resumed_run(FSDPStrategy, f"{folder}/shards", True, **sharded),
-        "ddp from shards": resumed_run(DDPStrategy, f"{folder}/shards", True),
-        "plain": _losses(folder),
-        "compiled": _losses(folder, compile={"backend": "eager"}),
-        "blocks": _compiled_blocks(folder),
-        "built before": _built_before(folder),
-        "deferred": _deferred(folder),
-        "context": _context(folder),
-        "replicated": _replicated(folder),
-        "own": _own(folder),
-        "refused": _refused(folder),
+        "ddp": saved_run(DDPStrategy, f"{folder}/ddp")["losses"],
+        "full": saved_run(FSDPStrategy, f"{folder}/full"),
+        "shards": saved_run(FSDPStrategy, f"{folder}/shards", **sharded),
+        "from one": resumed_run(FSDPStrategy, f"{folder}/one"),
+        "from shards": resumed_run(FSDPStrategy, f"{folder}/shards", **sharded),
+        "ddp from shards": resumed_run(DDPStrategy, f"{folder}/shards"),
+        "plain": _losses(),
+        "compiled": _losses(compile={"backend": "eager"}),
+        "blocks": _compiled_blocks(),
+        "deferred": _deferred(),
+        "context": _context(),
+        "replicated": _replicated(),
+        "own": _own(),
+        "refused": _refused(),
     }
 
 
@@ -175,7 +158,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Any]:
-    return saved_run(SingleDeviceStrategy, f"{folder}/one/iter_3.pth")
+    return saved_run(SingleDeviceStrategy, f"{folder}/one")
 
 
 @pytest.fixture(scope="module")
@@ -198,22 +181,15 @@ def test_what_one_strategy_saves_resumes_in_any_other(
     full, shards = two[0]["full"], two[0]["shards"]
     for resumed, saved in (
         (two[0]["from one"], one),
-        (resumed_run(SingleDeviceStrategy, f"{folder}/full", True), full),
-        (resumed_run(SingleDeviceStrategy, f"{folder}/shards", True), shards),
+        (resumed_run(SingleDeviceStrategy, f"{folder}/full"), full),
+        (resumed_run(SingleDeviceStrategy, f"{folder}/shards"), shards),
         (two[0]["ddp from shards"], shards),
         (two[0]["from shards"], shards),
     ):
-        assert resumed["iter"] == 3
+        assert resumed["iteration"] == 2
         assert_equal(resumed["states"], saved["states"])
         assert resumed["losses"] == pytest.approx(saved["losses"][3:], abs=1e-5)
     assert two[0]["from shards"]["losses"] == shards["losses"][3:]  # bit for bit
-
-
-def test_the_states_are_whole_on_the_main_process_only(
-    two: list[dict[str, Any]],
-) -> None:
-    assert list(two[0]["full"]["states"]["model"]) == list(make_model().state_dict())
-    assert set(two[1]["full"]["states"]["model"].values()) == {None}
 
 
 def test_a_compiled_model_learns_the_same(two: list[dict[str, Any]]) -> None:
@@ -261,9 +237,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sharded(
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="must be 'full' or 'sharded', got 'shraded'"):
-        FSDPStrategy(state_dict_cfg="shraded")
     with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):
         FSDPStrategy(mp_policy={"dtype": "bfloat16"})
     with pytest.raises(RuntimeError, match="start them by torchrun"):
-        FSDPStrategy(device="cpu", env_kwargs={"seed": 0}).prepare(make_model())
+        FSDPStrategy(device="cpu", seed=0).prepare(make_model())

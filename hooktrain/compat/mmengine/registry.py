@@ -12,11 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hooktrain.compat.registry import Registry
-from hooktrain.utils.registry import (
-    MODEL_WRAPPERS as MODEL_WRAPPERS,
-    MODELS as MODELS,
-    STRATEGIES as STRATEGIES,
-)
+from hooktrain.utils.registry import MODEL_WRAPPERS as MODEL_WRAPPERS, MODELS as MODELS
 
 APART = (
     "MODEL_WRAPPERS",
@@ -39,6 +35,7 @@ OPTIMIZERS = ScopedRegistry("OPTIMIZERS")
 OPTIM_WRAPPERS = ScopedRegistry("OPTIM_WRAPPERS")
 OPTIM_WRAPPER_CONSTRUCTORS = ScopedRegistry("OPTIM_WRAPPER_CONSTRUCTORS")
 PARAM_SCHEDULERS = ScopedRegistry("PARAM_SCHEDULERS")
+STRATEGIES = ScopedRegistry("STRATEGIES")
 
 
 @cache
@@ -66,6 +63,6 @@ def _find(name: str, ours: Any, kind: Any) -> Any:
     return Registry.find(ours, kind)
 
 
-for _name in ("MODELS", "MODEL_WRAPPERS", "STRATEGIES"):
+for _name in ("MODELS", "MODEL_WRAPPERS"):
     _registry: Any = globals()[_name]
     _registry.find = partial(_find, _name, _registry)

@@ -1,46 +1,98 @@
-"""MMEngine's strategies: with a name and a logger of the run."""
+"""MMEngine's strategies: the core's, with all that MMEngine's build, save and resume."""
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from hooktrain import strategy
+from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
 from hooktrain.compat.mmengine.build import (
     Schedulers,
     Wrappers,
     build_optim_wrapper,
     build_param_scheduler,
+    check_scheduler_states,
+    load_scheduler_states,
+    scheduler_states,
 )
-from hooktrain.utils import names
-from hooktrain.utils.file_io import AnyPath
+from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS, STRATEGIES
+from hooktrain.config import instantiate
+from hooktrain.model.sharding import on_meta
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.solver.build import scale_lr
+from hooktrain.solver.optim_state import without_schedules
+from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.strategy.base import Compile
+from hooktrain.utils import comm, names
+from hooktrain.utils.collect_env import collect_env_info
+from hooktrain.utils.env import seed_step
+from hooktrain.utils.file_io import AnyPath, on_disk
 from hooktrain.utils.logger import setup_logger
-from hooktrain.utils.registry import STRATEGIES
+from hooktrain.utils.tensors import full_tensors
 
-_NOT_CALLED = {
-    "_setup_env": "override setup()",
-    "_setup_distributed": "override setup()",
-    "_set_randomness": "override setup()",
-    "_wrap_model": "override wrap_model()",
-    "_init_model_weights": "override init_model_weights()",
-    "_build_param_scheduler": "override build_param_scheduler()",
-}
+State = dict[str, Any]
+Renames: TypeAlias = Sequence[tuple[str, str]]
+# A function that changes a checkpoint before it is written, or after it was read.
+Callback: TypeAlias = Callable[[State], object] | None
+
+_NOT_CALLED = {"_setup_env": "override setup()"}
 
 
 class BaseStrategy(strategy.BaseStrategy):
     """:class:`hooktrain.strategy.BaseStrategy` with what MMEngine's users know.
 
+    After the steps of the base class, :meth:`prepare` calls :meth:`build_optim_wrapper`,
+    for the parameters as they are from then on; scales learning rates by the size of the
+    batch; and calls :meth:`build_param_scheduler`, whose schedulers note the rates that
+    they find. Afterwards :meth:`load_or_resume` loads into what is there. Example::
+
+        strategy = SingleDeviceStrategy(work_dir="output")
+        model, optim_wrapper = strategy.prepare(
+            dict(type="DigitsCNN"),
+            optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        )
+        strategy.load_or_resume(resume=True)
+
+    Unlike MMEngine's, the constructor sets nothing up and makes no folder:
+    :meth:`prepare` does, and :meth:`setup`.
+
     Args:
+        work_dir: the folder of the checkpoints, made when the first is written.
         experiment_name: see :attr:`experiment_name`.
+        env_kwargs: ``launcher``, ``cudnn_benchmark``, ``randomness=dict(seed,
+            diff_rank_seed, deterministic)``, ``dist_cfg=dict(backend, timeout)``, or the
+            arguments of :class:`hooktrain.strategy.Environment` without these groups.
+            ``mp_cfg`` and ``resource_limit`` have no effect: the start method of workers
+            is an argument of the data loader, and processes that join each other may open
+            as many files as the system lets them.
         log_kwargs: arguments of :meth:`build_logger`, which :meth:`setup` then calls;
             None leaves the loggers as they are.
+        auto_scale_lr: ``dict(enable=True, base_batch_size=...)`` multiplies learning
+            rates by the samples of all ranks in one backward pass, over
+            ``base_batch_size``. Those of one rank are ``train_micro_batch_size_per_gpu``
+            in ``dispatch_kwargs``. Accumulated passes do not count.
         kwargs: see :class:`hooktrain.strategy.BaseStrategy`.
 
+    Attributes:
+        timestamp: when the strategy was made, as ``20251231_235959``, on all ranks.
+        optim_wrapper: the optimizer, or several.
+        param_schedulers: the schedulers.
+        dispatch_kwargs: what :meth:`prepare` got to know about the run.
+
     Raises:
-        TypeError: when a subclass is defined that overrides what nothing calls here.
+        TypeError: for an unknown name in ``env_kwargs``; when a subclass is defined that
+            overrides what nothing calls here.
     """
+
+    optim_wrapper: Wrappers
+    param_schedulers: Schedulers
 
     def __init_subclass__(cls) -> None:
         names.refuse_overrides(cls, _NOT_CALLED)
@@ -48,19 +100,30 @@ class BaseStrategy(strategy.BaseStrategy):
     def __init__(
         self,
         *,
+        work_dir: AnyPath = "work_dirs",
         experiment_name: str | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
         log_kwargs: Mapping[str, Any] | None = None,
+        auto_scale_lr: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**_settings(env_kwargs or {}), **kwargs)
+        self.work_dir = os.path.abspath(on_disk(work_dir))
+        self.timestamp = time.strftime("%Y%m%d_%H%M%S")
+        self.dispatch_kwargs: dict[str, Any] = {}
+        self.logger = logging.getLogger("hooktrain.strategy")
         self._experiment_name = experiment_name
+        self._env_kwargs = dict(env_kwargs or {})
         self._log_kwargs = log_kwargs
+        self._auto_scale_lr = dict(auto_scale_lr or {})
 
     def setup(self) -> None:
         """As the base class does; then log as ``log_kwargs`` asks for."""
-        is_first = not self._is_set_up
+        if self._is_set_up:
+            return
         super().setup()
-        if is_first and self._log_kwargs is not None:
+        self.timestamp = comm.broadcast(self.timestamp)
+        if self._log_kwargs is not None:
             self.build_logger(**self._log_kwargs)
 
     @property
@@ -75,25 +138,26 @@ class BaseStrategy(strategy.BaseStrategy):
         self._seed = seed
 
     @property
+    def randomness(self) -> dict[str, Any]:
+        """What ``env_kwargs`` says of random numbers."""
+        settings = self.environment
+        return {
+            "seed": settings.seed,
+            "diff_rank_seed": settings.diff_rank_seed,
+            "deterministic": settings.deterministic,
+        }
+
+    @property
     def experiment_name(self) -> str:
         """The name with the timestamp, or the timestamp alone."""
         if self._experiment_name is None:
             return self.timestamp
         return f"{self._experiment_name}_{self.timestamp}"
 
-    def build_optim_wrapper(
-        self, optim_wrapper: Any, model: nn.Module | None = None
-    ) -> Wrappers:
-        """The optimizer; see :func:`hooktrain.compat.mmengine.build_optim_wrapper`."""
-        return build_optim_wrapper(model, optim_wrapper)
-
-    def build_param_scheduler(
-        self, scheduler: Any, optim_wrapper: Wrappers
-    ) -> Schedulers:
-        """The schedulers; see :func:`hooktrain.compat.mmengine.build_param_scheduler`."""
-        names = ("epoch_length", "max_epochs", "max_iters")
-        known = {name: self.dispatch_kwargs.get(name) for name in names}
-        return build_param_scheduler(scheduler, optim_wrapper, known)
+    @property
+    def log_dir(self) -> str:
+        """The folder for this run's logs, in ``work_dir``; it need not be there yet."""
+        return os.path.join(self.work_dir, self.timestamp)
 
     def build_logger(
         self,
@@ -114,17 +178,472 @@ class BaseStrategy(strategy.BaseStrategy):
         logger.setLevel(log_level)
         return logger
 
+    def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """What the machine has, and how this process was started, by names."""
+        lines = collect_env_info().splitlines()
+        system = dict(line.split(": ", 1) for line in lines if ": " in line)
+        return system, {
+            **self._env_kwargs,
+            **self.randomness,
+            "Distributed launcher": self.launcher,
+            "Distributed training": self.distributed,
+            "GPU number": self.world_size,
+        }
 
-@STRATEGIES.register_module(force=True)
+    def prepare(
+        self,
+        model: Any,
+        *,
+        optim_wrapper: Any = None,
+        param_scheduler: Any = None,
+        compile: Compile = False,
+        dispatch_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Make a model ready, and what trains it. A collective.
+
+        It may be called again, to train what was evaluated so far: what is there stays,
+        and an optimizer and schedulers that were not asked for before are added.
+
+        Args:
+            model: see :meth:`build_model`.
+            optim_wrapper: see :meth:`build_optim_wrapper`; None to evaluate only. One
+                that is built has parameters of the prepared model.
+            param_scheduler: see :meth:`build_param_scheduler`.
+            compile: see :meth:`compile_model`.
+            dispatch_kwargs: what is known of the run: ``epoch_length``, ``max_epochs``
+                and ``max_iters`` for schedules and accumulation; see ``auto_scale_lr``;
+                ``init_weights_for_test_or_val=False`` leaves ``init_weights`` out.
+
+        Returns:
+            The model; where there are an optimizer and schedulers, a list of the model
+            and these.
+
+        Raises:
+            ValueError: for another model than before, or an optimizer of another.
+        """
+        self.dispatch_kwargs |= dispatch_kwargs or {}
+        super().prepare(model, compile=compile)
+        if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
+            self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
+            self.optim_wrapper.name_parameters(self.model)
+            self._check_same_parameters()
+            self._scale_lr()
+            self._tell_length()
+        if param_scheduler is not None and not hasattr(self, "param_schedulers"):
+            self.param_schedulers = self.build_param_scheduler(
+                param_scheduler, self.optim_wrapper
+            )
+        return self._prepared_components()
+
+    def _prepared_components(self) -> Any:
+        parts = ("model", "optim_wrapper", "param_schedulers")
+        built = [getattr(self, name) for name in parts if hasattr(self, name)]
+        return built if len(built) > 1 else self.model
+
+    def _check_same_parameters(self) -> None:
+        ours = set(self.model.parameters())
+        for wrapper in wrappers_by_name(self.optim_wrapper).values():
+            theirs = [p for group in wrapper.param_groups for p in group["params"]]
+            if ours.isdisjoint(theirs):
+                raise ValueError(
+                    "the optimizer has none of the model's parameters: build it from "
+                    "the prepared model, or give its configuration"
+                )
+
+    def build_model(self, model: Any) -> nn.Module:
+        """The model, from its configuration if it is one.
+
+        Args:
+            model: a dict with ``type`` in ``MODELS`` and arguments; or what
+                :class:`hooktrain.strategy.BaseStrategy` takes.
+
+        Raises:
+            TypeError: for anything else, or if a configuration gives no module.
+        """
+        if isinstance(model, Mapping) and "type" in model:
+            model = partial(MODELS.build, instantiate(model))
+        return super().build_model(model)
+
+    def init_model_weights(self, model: nn.Module) -> None:
+        """Call the model's ``init_weights``, if it has one that was not called yet.
+
+        Unless ``dispatch_kwargs`` has ``init_weights_for_test_or_val=False``. One on the
+        meta device is initialised where it gets its memory.
+        """
+        if not on_meta(model):
+            self._init_model_weights(model)
+
+    def _init_model_weights(self, model: nn.Module) -> nn.Module:
+        wanted = self.dispatch_kwargs.get("init_weights_for_test_or_val", True)
+        is_done = getattr(model, "is_init", False)
+        if wanted and hasattr(model, "init_weights") and not is_done:
+            model.init_weights()  # type: ignore[operator]
+            model.is_init = True  # type: ignore[assignment]
+        return model
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """See the strategy without this class; MMEngine's ``_wrap_model`` is called."""
+        return self._wrap_model(model)
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        wrapped: nn.Module = super().wrap_model(model)  # type: ignore[safe-super]
+        return wrapped
+
+    def build_optim_wrapper(
+        self, optim_wrapper: Any, model: nn.Module | None = None
+    ) -> Wrappers:
+        """The optimizer; see :func:`hooktrain.compat.mmengine.build_optim_wrapper`."""
+        return build_optim_wrapper(model, optim_wrapper)
+
+    def _scale_lr(self) -> None:
+        """Multiply learning rates by the batch of all ranks over ``base_batch_size``."""
+        if not self._auto_scale_lr.get("enable", False):
+            return
+        base = self._auto_scale_lr.get("base_batch_size")
+        own = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
+        if not base or not own:
+            raise ValueError(
+                f"auto_scale_lr has base_batch_size={base!r}, and there is "
+                f"train_micro_batch_size_per_gpu={own!r} in dispatch_kwargs"
+            )
+        ratio = comm.data_parallel_size() * own / base
+        self.logger.info("The batch is %g times as large: so are learning rates", ratio)
+        scale_lr(self.optim_wrapper, ratio)
+
+    def _tell_length(self, done: int = 0) -> None:
+        """Say how long the run is, so that the last accumulation step is shorter."""
+        max_iters = self.dispatch_kwargs.get("max_iters") or 0
+        for wrapper in wrappers_by_name(self.optim_wrapper).values():
+            count = wrapper.inner_count or done
+            wrapper.initialize_count_status(self.model, count, max_iters)
+
+    def build_param_scheduler(
+        self,
+        scheduler: Any,
+        optim_wrapper: Wrappers,
+        default_args: Mapping[str, Any] | None = None,
+    ) -> Schedulers:
+        """The schedulers; see :func:`hooktrain.compat.mmengine.build_param_scheduler`.
+
+        Args:
+            scheduler: one or several; by the names of several optimizers, or the same for
+                each of these.
+            optim_wrapper: the optimizer, or several.
+            default_args: arguments that a configuration may overrule. What
+                ``dispatch_kwargs`` knows of the run is among them.
+
+        Raises:
+            KeyError: if the names are not those of the optimizers.
+        """
+        known = {**(default_args or {})}
+        for name in ("epoch_length", "max_epochs", "max_iters"):
+            known.setdefault(name, self.dispatch_kwargs.get(name))
+        if not isinstance(optim_wrapper, OptimWrapperDict):
+            return self._build_param_scheduler(scheduler, optim_wrapper, known)
+        by_name: Mapping[str, Any] = dict.fromkeys(optim_wrapper, scheduler)
+        if isinstance(scheduler, Mapping) and "type" not in scheduler:
+            by_name = scheduler
+        if by_name.keys() != optim_wrapper.keys():
+            raise KeyError(
+                f"schedulers are for {[*by_name]}, and optimizers are {[*optim_wrapper]}"
+            )
+        built = {}
+        for name, wrapper in optim_wrapper.items():
+            built[name] = self._build_param_scheduler(by_name[name], wrapper, known)
+        return built
+
+    def _build_param_scheduler(
+        self, scheduler: Any, optim_wrapper: OptimWrapper, default_args: dict[str, Any]
+    ) -> list[Any]:
+        built = build_param_scheduler(scheduler, optim_wrapper, default_args)
+        return built  # type: ignore[return-value]  # of one optimizer
+
+    def model_state_dict(self) -> State:
+        """The model's state, by names without a wrapper. A collective.
+
+        What is sharded is whole on the main process and None on the others, unless
+        checkpoints are saved as shards.
+        """
+        return self._whole(unwrap_model(self.model).state_dict())
+
+    def optim_state_dict(self) -> State:
+        """The state of the optimizer, sharded or not as the model's. A collective."""
+        return self._whole(self.optim_wrapper.state_dict())
+
+    def _whole(self, state: Any) -> State:
+        whole: State = state if self.saves_shards else full_tensors(state)
+        return whole
+
+    def scheduler_state_dict(self) -> Any:
+        """The states of the schedulers; by name, where there are several optimizers."""
+        return scheduler_states(self.param_schedulers)
+
+    def load_model_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        strict: bool = False,
+        revise_keys: Renames = (),
+    ) -> None:
+        """Load what fits, and report what does not.
+
+        Args:
+            state_dict: of a model, wrapped or not.
+            strict: raise a RuntimeError if there is a difference.
+            revise_keys: see :func:`hooktrain.checkpoint.revise_names`.
+        """
+        state = revise_names(state_dict, revise_keys)
+        load_model_state(unwrap_model(self.model), state, strict)
+
+    def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`optim_state_dict` returned."""
+        self.optim_wrapper.load_state_dict(state_dict)
+
+    def load_scheduler_state_dict(self, state_dict: Schedulers) -> None:
+        """Load what :meth:`scheduler_state_dict` returned."""
+        load_scheduler_states(self.param_schedulers, state_dict)
+
+    def save_checkpoint(
+        self,
+        filename: AnyPath,
+        *,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        extra_ckpt: Mapping[str, Any] | None = None,
+        callback: Callback = None,
+        tag: bool = True,
+    ) -> None:
+        """Write a checkpoint; see :meth:`hooktrain.checkpoint.Checkpointer.save`.
+
+        Args:
+            filename: its path. A file there is replaced in one go.
+            save_optimizer: with the optimizer's state, if there is one.
+            save_param_scheduler: with the schedulers' states, if there are any.
+            extra_ckpt: further entries, of tensors and plain types. ``meta`` gets the
+                ``seed``, and needs ``iter``, the number of finished iterations, for
+                :meth:`resume`.
+            callback: called with the checkpoint, which it may change, on each rank that
+                saves.
+            tag: make it the one to resume from, in its folder.
+        """
+        extra = dict(extra_ckpt or {})
+        extra["meta"] = {**extra.get("meta", {}), "seed": self.seed}
+        folder, name = os.path.split(os.path.abspath(on_disk(filename)))
+        checkpointer = self._checkpointer(
+            folder, save_optimizer, save_param_scheduler, callback
+        )
+        checkpointer.save(name.removesuffix(".pth"), tag=tag, **extra)
+
+    def load_checkpoint(
+        self,
+        filename: AnyPath,
+        *,
+        map_location: Any = "cpu",
+        strict: bool = False,
+        revise_keys: Renames = (),
+        callback: Callback = None,
+    ) -> State:
+        """Load the model, and nothing else, from a file or folder. A collective.
+
+        Args:
+            filename: see :meth:`hooktrain.checkpoint.Checkpointer.load`.
+            map_location: ignored. Weights go to where the model is, all else to the CPU.
+            strict: as for :meth:`load_model_state_dict`.
+            revise_keys: as for :meth:`load_model_state_dict`.
+            callback: called with the checkpoint, which it may change, before it is
+                loaded into the model.
+
+        Returns:
+            What was not loaded.
+        """
+        state = self._checkpointer(self.work_dir, callback=callback).read(filename)
+        self.load_model_state_dict(
+            state.pop("model"), strict=strict, revise_keys=revise_keys
+        )
+        return state
+
+    def resume(
+        self,
+        filename: AnyPath | None,
+        *,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        map_location: Any = "default",
+        callback: Callback = None,
+    ) -> State | None:
+        """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
+
+        The generators are seeded by the checkpoint's seed, the number of iterations in
+        ``meta["iter"]`` and the rank; see :func:`hooktrain.utils.env.seed_step`.
+
+        Args:
+            filename: as for :meth:`load_checkpoint`; None is the newest intact one in
+                ``work_dir``.
+            resume_optimizer: False begins with a new optimizer.
+            resume_param_scheduler: False begins with new schedulers and their values.
+            map_location: as for :meth:`load_checkpoint`.
+            callback: as for :meth:`load_checkpoint`.
+
+        Returns:
+            What was not loaded, such as ``meta``; None if there was no checkpoint.
+
+        Raises:
+            ValueError: if the checkpoint lacks a part.
+        """
+        checkpointer = self._checkpointer(
+            self.work_dir, resume_optimizer, resume_param_scheduler, callback
+        )
+        if filename is None:
+            state = checkpointer.resume_or_load("", resume=True)
+            if not state:
+                return None
+        else:
+            state = checkpointer.load(filename, [*checkpointer.checkpointables])
+        meta = state.get("meta") or {}
+        done = meta.get("iter", 0)
+        self.seed = meta.get("seed", self.seed)
+        if hasattr(self, "optim_wrapper"):
+            self._tell_length(done)
+        seed_step(self.seed, done, comm.data_parallel_rank())
+        return state
+
+    def load_or_resume(
+        self, *, load_from: AnyPath | None = None, resume: bool | AnyPath = False
+    ) -> State | None:
+        """Load weights, go on with a run, or neither. A collective, after :meth:`prepare`.
+
+        Args:
+            load_from: a path for :meth:`load_checkpoint`, or for :meth:`resume` if
+                ``resume`` is True.
+            resume: True resumes from ``load_from``, or else from the newest checkpoint
+                in ``work_dir``, if there is one. A path is resumed from.
+
+        Returns:
+            What the method that was called returned, or None.
+        """
+        if resume is not False:
+            return self.resume(load_from if resume is True else resume)
+        return None if load_from is None else self.load_checkpoint(load_from)
+
+    def _checkpointer(
+        self,
+        folder: str,
+        with_optimizer: bool = False,
+        with_schedulers: bool = False,
+        callback: Callback = None,
+    ) -> Checkpointer:
+        parts: dict[str, Any] = {}
+        if with_optimizer and hasattr(self, "optim_wrapper"):
+            load: Callable[[Any], None] = self.load_optim_state_dict
+            if not with_schedulers:
+                load = self._load_without_schedules
+            parts["optimizer"] = SimpleNamespace(
+                state_dict=self.optim_state_dict,
+                load_state_dict=load,
+                check_state_dict=self.optim_wrapper.check_state_dict,
+            )
+        if with_schedulers and hasattr(self, "param_schedulers"):
+            parts["param_schedulers"] = SimpleNamespace(
+                state_dict=self.scheduler_state_dict,
+                load_state_dict=self.load_scheduler_state_dict,
+                check_state_dict=partial(check_scheduler_states, self.param_schedulers),
+            )
+        checkpointer = _Checkpointer(
+            self.model, folder, sharded=self.saves_shards, **parts
+        )
+        checkpointer.strategy = self
+        checkpointer.callback = callback
+        return checkpointer
+
+    def _load_without_schedules(self, state_dict: State) -> None:
+        self.load_optim_state_dict(without_schedules(state_dict))
+
+
+class _Checkpointer(Checkpointer):
+    """Saves and loads the model by the strategy's methods, and calls a function around it."""
+
+    strategy: BaseStrategy
+    callback: Callback = None
+
+    def content(self, extra: State) -> State:
+        content = super().content(extra)
+        content["model"] = self.strategy.model_state_dict()
+        return self._called(content)
+
+    def read(self, path: AnyPath) -> State:
+        return self._called(super().read(path))
+
+    def read_newest(self) -> tuple[str, State] | None:
+        found = super().read_newest()
+        if found is not None:
+            self._called(found[1])
+        return found
+
+    def _load_into_model(self, state: State, same_shapes: bool) -> None:
+        if same_shapes:  # refuses others; the method below would pass over them
+            super()._load_into_model(state, same_shapes)
+        self.strategy.load_model_state_dict(state["model"])
+
+    def _called(self, state: State) -> State:
+        if self.callback is not None:
+            self.callback(state)
+        return state
+
+
+def _settings(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the core's Environment, from those of MMEngine's strategies."""
+    flat = dict(env_kwargs)
+    for group in ("randomness", "dist_cfg"):
+        flat |= flat.pop(group, None) or {}
+    for ignored in ("mp_cfg", "resource_limit"):
+        flat.pop(ignored, None)
+    return flat
+
+
+@STRATEGIES.register_module()
 class SingleDeviceStrategy(BaseStrategy, strategy.SingleDeviceStrategy):
     """:class:`hooktrain.strategy.SingleDeviceStrategy` as a :class:`BaseStrategy`."""
 
 
-@STRATEGIES.register_module(force=True)
+@STRATEGIES.register_module()
 class DDPStrategy(BaseStrategy, strategy.DDPStrategy):
-    """:class:`hooktrain.strategy.DDPStrategy` as a :class:`BaseStrategy`."""
+    """:class:`hooktrain.strategy.DDPStrategy` as a :class:`BaseStrategy`.
+
+    Args:
+        model_wrapper: ``type``, a name in ``MODEL_WRAPPERS`` or a class, and the
+            arguments of :func:`hooktrain.strategy.wrap_in_ddp`. Without ``type`` the
+            wrapper is the one that fits the model.
+        kwargs: see :class:`BaseStrategy`.
+    """
+
+    def __init__(
+        self, *, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        options = dict(model_wrapper or {})
+        if "type" in options:
+            options["wrapper"] = MODEL_WRAPPERS.find(options.pop("type"))
+        super().__init__(ddp=options, **kwargs)
+        self.model_wrapper = model_wrapper
 
 
-@STRATEGIES.register_module(force=True)
+@STRATEGIES.register_module()
 class FSDPStrategy(BaseStrategy, strategy.FSDPStrategy):
-    """:class:`hooktrain.strategy.FSDPStrategy` as a :class:`BaseStrategy`."""
+    """:class:`hooktrain.strategy.FSDPStrategy` as a :class:`BaseStrategy`.
+
+    Args:
+        state_dict_cfg: ``"full"`` saves one file, as other strategies do; the states are
+            whole on the main process, and sharded tensors are None on the others.
+            ``"local"`` or ``"sharded"`` saves a folder that each rank writes its part
+            of, and the states hold shards. Both are read in either case.
+        kwargs: see :class:`BaseStrategy` and :class:`hooktrain.strategy.FSDPStrategy`.
+
+    Raises:
+        ValueError: for another ``state_dict_cfg``.
+    """
+
+    def __init__(self, *, state_dict_cfg: str = "full", **kwargs: Any) -> None:
+        if state_dict_cfg not in ("full", "sharded", "local"):
+            raise ValueError(
+                f"state_dict_cfg must be 'full' or 'local', got {state_dict_cfg!r}"
+            )
+        super().__init__(saves_shards=state_dict_cfg != "full", **kwargs)
