@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from operator import length_hint
 from typing import Any
 
@@ -18,40 +19,43 @@ SAME_BATCHES = (
     "The first two batches are the same. If each worker reads all of a stream, divide it by "
     "torch.utils.data.get_worker_info()"
 )
-STARTS_ANEW = (
-    "The position in the %s could not be restored: the loader starts anew. Those of "
-    "build_train_loader() go on; for a stream that needs pip install 'hooktrain[streams]'"
+STARTS_AGAIN = (
+    "The position in the %s could not be restored, so its loader starts from the beginning. A "
+    "loader of build_train_loader() continues; for a stream it needs pip install "
+    "'hooktrain[streams]'"
 )
 
 
 class Batches(Iterator[Any]):
-    """The batches of a loader, which starts again when it is exhausted.
+    """The batches of a loader, which is started again whenever it is exhausted.
 
-    Then ``set_epoch`` of its samplers and of its data set is called, if they have that.
+    Before each new epoch ``set_epoch(epoch)`` is called on its samplers and on its data set, where
+    they have this method.
 
     Args:
-        loader: the loader.
-        name: for a warning.
+        loader: any iterable of batches.
+        name: what warnings call the data.
 
     Attributes:
-        epoch: how often it was exhausted.
+        loader: the loader.
+        epoch: how often the loader was exhausted.
     """
 
     def __init__(self, loader: Iterable[Any], name: str = "data") -> None:
         self.loader = loader
         self._name = name
         self.epoch = 0
-        self._taken = 0  # of this epoch
+        self._taken = 0  # the batches of this epoch so far
         self._iterator: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
-        """The loader's iterator, with its workers."""
+        """Start the loader and its workers, if that was not done, and return its iterator."""
         if self._iterator is None:
             if self.epoch > 0:
                 self._set_epoch()
             self._iterator = start_workers(self.loader)
             if self.epoch == 0 and getattr(self.loader, "num_workers", 0) > 1:
-                self._iterator = _told_apart(self._iterator)
+                self._iterator = _compare_first_two(self._iterator)
         return self._iterator
 
     def _set_epoch(self) -> None:
@@ -64,7 +68,7 @@ class Batches(Iterator[Any]):
                 each.set_epoch(self.epoch)  # type: ignore[union-attr]
 
     def __next__(self) -> Any:
-        # Of this epoch nothing may be left; then the next one begins.
+        # If nothing is left of this epoch, the second attempt begins the next one.
         for _ in range(2):
             try:
                 batch = next(self.start())
@@ -76,24 +80,25 @@ class Batches(Iterator[Any]):
                 self._taken += 1
                 return batch
         raise ValueError(
-            f"the data loader is empty (by drop_last?), or starts only once: {self.loader!r}"
+            f"the data loader gives no batch: {self.loader!r}. Either it is empty, perhaps by "
+            "drop_last, or it can be iterated only once"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the loader's position if it has one."""
+        """The epoch, and the state of the loader if it has a ``state_dict``."""
         if hasattr(self.loader, "state_dict"):
             return {"epoch": self.epoch, "loader": self.loader.state_dict()}
-        # The loader will start anew: with the next epoch, if this one is over.
+        # Such a loader will start from the beginning: of the next epoch, if this one is over.
         is_over = self._taken == length_hint(self.loader, -1)
         return {"epoch": self.epoch + is_over}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the loader refuse the state of other data."""
+        """Let the loader raise its error for the state of other data."""
         if "loader" in state_dict and hasattr(self.loader, "check_state_dict"):
             self.loader.check_state_dict(state_dict["loader"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; warn if the position cannot be restored."""
+        """Load what :meth:`state_dict` returned. Warn if the position cannot be restored."""
         self.epoch = int(state_dict.get("epoch", 0))
         self._taken = 0
         self._iterator = None
@@ -101,19 +106,19 @@ class Batches(Iterator[Any]):
             self.loader.load_state_dict(state_dict["loader"])
             if comm.get_world_size() > 1 and not isinstance(self.loader, TrainLoader):
                 logger.warning(
-                    "Each rank goes on from the main process's position in %r: this is "
-                    "right only if the state is the same for all ranks",
+                    "Each rank continues from the main process's position in %r, which is "
+                    "right only if all ranks have the same state",
                     self.loader,
                 )
         else:
-            logger.warning(STARTS_ANEW, self._name)
+            logger.warning(STARTS_AGAIN, self._name)
 
 
-def _told_apart(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches; warn if the first two, which are of two workers, are the same."""
+def _compare_first_two(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield all batches, and warn if the first two, which two workers have made, are equal."""
     first = None
-    for _, batch in zip(range(2), batches, strict=False):
-        # It compares numbers only.
+    for batch in islice(batches, 2):
+        # An AssertionError: they differ. A TypeError: they are not made of numbers.
         with suppress(AssertionError, TypeError):
             assert_close(first, batch, rtol=0, atol=0)
             logger.warning(SAME_BATCHES)

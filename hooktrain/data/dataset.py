@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hooktrain.data.samplers import mix
 
-# After so many samples in a row that the function filtered out, something is wrong with it.
+# A function that filters out so many samples in a row is probably wrong.
 MAX_ATTEMPTS = 1000
 
 logger = logging.getLogger(__name__)
@@ -17,13 +17,14 @@ logger = logging.getLogger(__name__)
 class MapDataset(Dataset[Any]):
     """Applies a function to each sample of a data set.
 
-    If the function returns None, another sample is taken; which one depends only on the index.
+    If the function returns None, the data set gives another sample instead. Which one it is
+    depends only on the index.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``. For an ``IterableDataset`` the result is a
-            :class:`MapIterableDataset`, which leaves such samples out.
-        map_func: takes a sample; returns what to use, or None. Workers that are not forked
-            import it by its name: no lambda then.
+        dataset: a data set with ``__len__`` and ``__getitem__``. For an ``IterableDataset`` the
+            result is a :class:`MapIterableDataset`, which leaves out samples that become None.
+        map_func: takes a sample and returns what to use, or None. Worker processes that are not
+            forked import it by its name, so it cannot be a lambda there.
     """
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
@@ -49,7 +50,7 @@ class MapDataset(Dataset[Any]):
             if data is not None:
                 return data
             if attempt == 3:
-                text = "%d samples in place of number %d were filtered out"
+                text = "map_func filtered out %d samples in place of number %d"
                 logger.warning(text, attempt, index)
             current = mix(index, attempt) % len(self)
         raise ValueError(

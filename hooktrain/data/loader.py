@@ -1,4 +1,4 @@
-"""Loaders of batches. The training stream continues exactly where a run stopped."""
+"""Loaders of batches. The training loader continues exactly where a run stopped."""
 
 import logging
 import random
@@ -30,7 +30,7 @@ from hooktrain.utils.workers import start_workers
 logger = logging.getLogger(__name__)
 
 _DECIDED = (
-    "(total_batch_size, seed and sampler decide on the batches, which are shuffled)"
+    "(total_batch_size, seed and sampler decide what is in a batch, so no option may)"
 )
 
 # A position in the stream of all ranks, and the index of the sample there.
@@ -42,21 +42,22 @@ class TrainLoader:
     """An endless stream of batches that knows its position.
 
     Iterating continues at the current position, which counts the batches handed out, not those
-    that workers have prepared. All that is random inside a sample (torch's, numpy's and Python's
-    global generators) is seeded by the seed and the sample's position in the stream. So batches do
-    not depend on the number of ranks and workers, nor on interruptions; nothing is read to skip.
+    that workers have prepared. Everything random inside a sample is seeded by the seed and the
+    sample's position in the stream, if it comes from the global generators of torch, numpy or
+    Python. So the batches depend neither on the number of ranks and workers nor on interruptions,
+    and skipping reads no sample.
 
-    Made by :func:`build_train_loader`.
+    :func:`build_train_loader` makes it.
 
     Attributes:
         dataset: the data set.
-        sampler: gives the indices.
-        total_batch_size: samples in a batch of all ranks together.
-        seed: of the stream.
-        adopt_seed: the seed was drawn, so a loaded state brings its own.
-        options: of torch's ``DataLoader``.
+        sampler: the sampler, which gives the indices.
+        total_batch_size: the number of samples in a batch of all ranks together.
+        seed: the seed of the stream.
+        adopt_seed: whether the seed was drawn, so that a loaded state brings its own.
+        options: the options of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
-        endless: True, for those who would wait for the end.
+        endless: True; an evaluation refuses to wait for the end.
     """
 
     dataset: Dataset[Any]
@@ -69,14 +70,14 @@ class TrainLoader:
     endless: ClassVar[bool] = True
 
     def __len__(self) -> int:
-        """The batches of an epoch, for periods; the stream goes on after them."""
+        """The number of batches in an epoch, for periods. The stream does not end there."""
         return -(-len(self.dataset) // self.total_batch_size)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         loader = DataLoader(
             SeededDataset(self.dataset, self.seed),
             batch_sampler=self._keys(),
-            # A separate generator: to start iterating draws nothing from the trainer's.
+            # A generator of its own, since DataLoader would draw from the trainer's.
             generator=torch.Generator().manual_seed(self.seed),
             **self.options,
         )
@@ -86,9 +87,8 @@ class TrainLoader:
 
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:
-            # What is read in this process must not change the random numbers of the step.
-            keeping = _preserved_rng_state() if in_process else nullcontext()
-            with keeping:
+            # Reading a sample in this process must not change the random numbers of the step.
+            with _preserved_rng_state() if in_process else nullcontext():
                 batch = next(batches)
             self.batches += 1
             yield batch
@@ -96,8 +96,8 @@ class TrainLoader:
     def _keys(self) -> Iterator[list[Key]]:
         """The keys of this rank's part of each global batch, from the current one on.
 
-        Global batch ``i`` holds the positions ``i * total_batch_size`` and following of the stream;
-        the ranks take turns in it.
+        Global batch ``i`` holds ``total_batch_size`` positions of the stream from
+        ``i * total_batch_size`` on, and the ranks take turns in it.
         """
         rank = comm.data_parallel_rank()
         world = comm.data_parallel_size()
@@ -105,7 +105,7 @@ class TrainLoader:
         if isinstance(self.sampler, StreamSampler):
             indices = self.sampler.stream(first + rank, world)
         else:
-            # A sampler of torch's kind has divided the stream already; advancing it reads nothing.
+            # A sampler of torch's kind has divided the stream already. Skipping reads no sample.
             drawn = _endless(self.sampler, self.seed)
             indices = islice(drawn, first // world, None)
         positions = count(first + rank, world)
@@ -115,15 +115,15 @@ class TrainLoader:
             yield list(islice(mine, share))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """The position, and what identifies the stream that it is a position in."""
         return {"batches": self.batches, **self._identity()}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what :meth:`load_state_dict` would, and change nothing.
+        """Raise the errors of :meth:`load_state_dict`, and change nothing.
 
         Raises:
-            ValueError: if the seed, the size of the data set or the batch differ from the saved
-                ones, so that the position would be one in another stream.
+            ValueError: if the seed, the size of the data set or the batch size differ from the
+                saved ones, so that the position would be one in another stream.
         """
         of_sampler = getattr(self.sampler, "adopt_seed", False)
         drawn = {"seed": self.adopt_seed, "sampler_seed": of_sampler}
@@ -164,7 +164,7 @@ class TrainLoader:
 
 @contextmanager
 def _preserved_rng_state() -> Iterator[None]:
-    """Afterwards the generators of the CPU are as before, whatever was drawn or happened inside."""
+    """Restore the states of the CPU's global generators afterwards, also after an error."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -177,17 +177,17 @@ def _preserved_rng_state() -> Iterator[None]:
 
 
 def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
-    """One epoch after the other, each announced by ``set_epoch`` if the sampler has that.
+    """The indices of a finite sampler, epoch after epoch; ``set_epoch`` is called before each.
 
-    torch's samplers draw their order, or a seed for it, from the global generator when the first
-    index is asked for; others draw each index. They find the generators seeded by the position in
-    the epoch, and the trainer finds them undisturbed. Many indices are taken at a time, since
-    keeping the generators' states takes as long as a hundred of them.
+    torch's samplers draw their order, or a seed for it, from the global generator when their first
+    index is taken. Others draw each index. So the generators are seeded by the epoch and the
+    position in it while indices are taken, and restored afterwards. A thousand indices are taken
+    at a time, since saving and restoring the states takes as long as a hundred of them.
     """
     for epoch in count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        # Calls iter(sampler) for the first index.
+        # This calls iter(sampler) only when the first index is taken, and so is seeded too.
         indices = chain.from_iterable([sampler])
         for chunk in count():
             with _preserved_rng_state():
@@ -222,29 +222,30 @@ def build_train_loader(
     seed: int | None = None,
     **options: Any,
 ) -> TrainLoader | DataLoader[Any]:
-    """Training batches that go on where a run stopped: an endless stream, in which none is short.
+    """An endless stream of training batches, all of full size, that continues where a run stopped.
 
-    An ``IterableDataset``, whose order is its own, is read by torchdata's ``StatefulDataLoader``,
-    or where that is not installed, by torch's ``DataLoader``, which does not continue. torchdata
-    reads the stream again up to its position, so random numbers in samples are the same. A data set
-    with a ``state_dict`` (and no mapper) continues without that. Then it has to seed what is random
-    in its workers by its own counter; docs/guide.md has an example.
+    An ``IterableDataset`` has an order of its own. torchdata's ``StatefulDataLoader`` reads it, and
+    where torchdata is not installed, torch's ``DataLoader``, which cannot continue. To continue,
+    torchdata reads the stream again up to its position, so that random numbers in samples are the
+    same. A data set with a ``state_dict`` (and no mapper) continues without reading again. Then it
+    has to seed what is random in its workers by a counter of its own; docs/guide.md has an example.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each
-            rank and each worker its part by itself.
-        total_batch_size: samples in a batch of all ranks together; a multiple of their number.
-        mapper: applied to each sample, see :class:`hooktrain.data.MapDataset`.
-        sampler: gives the indices; None shuffles with ``seed``. One of torch's kind must divide
-            the data among the ranks by itself. It is asked for a thousand indices at a time.
-        seed: of the order and of what is random in a sample. Any non-negative integer; None draws
-            one from torch's global generator of rank 0 (a collective).
-        options: of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``; but for
-            ``drop_last``, which makes a difference for an ``IterableDataset`` only.
+        dataset: a data set with ``__len__`` and ``__getitem__``, or an ``IterableDataset``, which
+            has to give each rank and each worker its part by itself.
+        total_batch_size: the number of samples in a batch of all ranks together. It is a multiple
+            of the number of ranks.
+        mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
+        sampler: gives the indices. None shuffles with ``seed``. A sampler of torch's kind has to
+            divide the data among the ranks by itself. Its indices are taken a thousand at a time.
+        seed: any non-negative integer. It decides on the order and on what is random in a sample.
+            None draws one from torch's global generator of rank 0 (a collective).
+        options: options of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
+            ``drop_last`` makes a difference for an ``IterableDataset`` only.
 
     Raises:
-        ValueError: for an empty data set, a batch size that the ranks cannot share, or options
-            that say it once more, such as ``shuffle``.
+        ValueError: for an empty data set, a batch size that the ranks cannot share, or an option
+            that would decide on the batches too, such as ``shuffle``.
         TypeError: for an unknown option.
     """
     world = comm.data_parallel_size()
@@ -263,7 +264,7 @@ def build_train_loader(
     if sampler is None:
         sampler = TrainingSampler(size, seed=seed)
     if size < total_batch_size:
-        text = "total_batch_size=%d is more than the %d samples: a batch has some of them twice"
+        text = "total_batch_size=%d is more than the %d samples, so a batch has some of them twice"
         logger.warning(text, total_batch_size, size)
     adopt_seed = False
     if seed is None:
@@ -279,7 +280,9 @@ def _stream_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
         return DataLoader(dataset, **options)
     module = import_module("torchdata.stateful_dataloader")
     with catch_warnings():
-        filterwarnings("ignore", "'set_vital'")  # what torchdata still calls
+        filterwarnings(
+            "ignore", "'set_vital'"
+        )  # torchdata still calls this deprecated function
         return module.StatefulDataLoader(dataset, **options)  # type: ignore[no-any-return]
 
 
@@ -290,14 +293,14 @@ def build_test_loader(
     sampler: Sampler[int] | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Batches of each sample once, divided among the ranks.
+    """A loader that gives each sample once, with the samples divided among the ranks.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``; or an ``IterableDataset``, which gives each
-            rank its part by itself.
-        mapper: applied to each sample.
-        sampler: gives this rank's indices; None is :class:`hooktrain.data.InferenceSampler`.
-        options: of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
+        dataset: a data set with ``__len__`` and ``__getitem__``, or an ``IterableDataset``, which
+            has to give each rank its part by itself.
+        mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
+        sampler: gives this rank's indices. None is :class:`hooktrain.data.InferenceSampler`.
+        options: options of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
             ``collate_fn``.
     """
     if mapper is not None:

@@ -1,8 +1,8 @@
 """Which sample comes when: streams of indices that depend on a seed and a position alone.
 
 A training stream is endless: one epoch after the other, each in an order that depends on the seed
-and the epoch's number. All ranks see the same stream and take turns in it. So neither the number of
-ranks nor of workers changes what is in a global batch, and skipping to a position is arithmetic.
+and the epoch's number. All ranks see the same stream and take turns in it. So what is in a global
+batch does not depend on the number of ranks or workers, and skipping to a position is arithmetic.
 """
 
 from collections.abc import Iterator
@@ -18,32 +18,32 @@ from torch.utils.data import Sampler
 
 from hooktrain.utils import comm
 
-# Above this size, an order is computed place by place: a permutation takes 8 bytes a sample.
+# A permutation takes 8 bytes a sample. Above this size the order is computed place by place.
 LARGEST_PERMUTATION = 2**24
-# So many indices at a time become Python's numbers, which take five times the memory.
+# Indices become Python's numbers, which take five times the memory, so many at a time.
 _CHUNK = 4096
 _64_BITS = 2**64 - 1
 
 
 def draw_seed() -> int:
-    """A number in [0, 2^31) from torch's global generator of rank 0. Collective."""
+    """Draw a number in [0, 2^31) from torch's global generator of rank 0. Collective."""
     return comm.broadcast(int(torch.randint(2**31, (), device="cpu")))
 
 
 class StreamSampler(Sampler[int]):
-    """Base of the training samplers: an endless stream of indices, made of epochs.
+    """The base of training samplers: an endless stream of indices, made of epochs.
 
-    Iterating gives this rank's share, every world-size-th index from the start of the stream.
-    A subclass defines the order of each epoch.
+    Iterating gives this rank's share from the start of the stream: of N ranks every N-th index.
+    A subclass defines :meth:`epoch_indices`, the order of each epoch.
 
     Args:
-        seed: of the stream; the same on all ranks. None draws one from torch's global
+        seed: the seed of the stream, the same on all ranks. None draws one from torch's global
             generator of rank 0 (a collective).
 
     Attributes:
         seed: the seed in use.
-        adopt_seed: the seed was drawn, so a resumed run takes the saved one.
-        endless: True, for those who would wait for the end.
+        adopt_seed: whether the seed was drawn, so that a resumed run takes the saved one.
+        endless: True; an evaluation refuses to wait for the end.
     """
 
     endless = True
@@ -53,12 +53,12 @@ class StreamSampler(Sampler[int]):
         if seed is None:
             seed = draw_seed()
         self.seed = int(seed)
-        # Kept, since a worker process that is spawned does not know its rank.
+        # These are kept, since a spawned worker process does not know its rank.
         self._rank = comm.data_parallel_rank()
         self._world_size = comm.data_parallel_size()
 
     def epoch_indices(self, epoch: int) -> Any:
-        """The indices of one epoch, in order: an int64 vector, or what gives slices of it."""
+        """The indices of one epoch in order: an int64 vector, or an object with slices of it."""
         raise NotImplementedError
 
     def epoch_length(self, epoch: int) -> int:
@@ -66,11 +66,12 @@ class StreamSampler(Sampler[int]):
         return len(self.epoch_indices(epoch))
 
     def stream(self, start: int = 0, step: int = 1) -> Iterator[int]:
-        """The stream of all ranks together, or every ``step``-th index of it.
+        """The indices of all ranks' common stream from a position on.
 
         Args:
-            start: how many indices to skip, at least 0. Whole epochs are not generated.
-            step: with the number of ranks, one rank's share from its first place on.
+            start: the position to start at, at least 0. Epochs before it are not generated.
+            step: the distance between two indices. The number of ranks gives one rank's share, if
+                ``start`` is a position of that rank.
         """
         place = start
         for epoch in count():
@@ -88,14 +89,14 @@ class StreamSampler(Sampler[int]):
         return self.stream(self._rank, self._world_size)
 
     def generator(self, epoch: int) -> torch.Generator:
-        """A generator for one epoch; those of two seeds or epochs have nothing in common."""
+        """A generator for one epoch. Those of other seeds or epochs draw unrelated numbers."""
         return torch.Generator().manual_seed(mix(self.seed, epoch))
 
 
 def mix(*numbers: Any) -> Any:
-    """A 63-bit hash of small integers (the finaliser of SplitMix64, Steele et al. 2014).
+    """A 63-bit hash of integers modulo 2^64 (the finaliser of SplitMix64, Steele et al. 2014).
 
-    Some of them may be vectors of uint64, of one length; then so is the hash.
+    Some of them may be vectors of uint64 of the same length. The hash is such a vector then.
     """
     state: Any = 0
     for number in numbers:
@@ -110,17 +111,18 @@ def mix(*numbers: Any) -> Any:
 
 @dataclass
 class ComputedOrder:
-    """A permutation of the numbers below ``size`` that computes any place at once.
+    """A permutation of the numbers below ``size`` that computes the number at any place directly.
 
-    It takes no memory. A place is two digits to the base of the root of ``size``. Each round of a
-    Feistel network adds a hash of one digit to the other. Who comes out above ``size`` goes through
-    again (cycle walking; Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"; of
-    shuffles, Mitchell et al. 2022, "Bandwidth-Optimal Random Shuffling for GPUs").
+    It takes no memory. A place is written as two digits, whose base is the square root of ``size``,
+    rounded up. Each round of a Feistel network adds a hash of one digit to the other. A result that
+    is not below ``size`` is permuted again, until it is (cycle walking; Black and Rogaway 2002,
+    "Ciphers with Arbitrary Finite Domains"; for shuffles, Mitchell et al. 2022,
+    "Bandwidth-Optimal Random Shuffling for GPUs").
 
     Attributes:
-        size: how many numbers, at least 1.
-        key: of this permutation.
-        rounds: 0 keeps the numbers in order.
+        size: how many numbers there are, at least 1.
+        key: which permutation it is, an integer.
+        rounds: the rounds of the network. 0 keeps the numbers in order.
     """
 
     size: int
@@ -152,15 +154,15 @@ class ComputedOrder:
 
 
 class TrainingSampler(StreamSampler):
-    """All of a data set, again and again.
+    """All indices of a data set, in each epoch in another order.
 
-    Above 16 million samples (:data:`LARGEST_PERMUTATION`) a shuffled order is computed place by
-    place, and takes no memory. Up to there it is torch's permutation, of 128 MiB at most, which
-    draws from all orders alike; a computed order only looks as if.
+    Up to 16 million samples (:data:`LARGEST_PERMUTATION`) the order is torch's random permutation,
+    of 128 MiB at most, in which all orders are equally likely. Above, it is a
+    :class:`ComputedOrder`, which takes no memory and looks as random.
 
     Args:
         size: the length of the data set, at least 1.
-        shuffle: whether each epoch has a random order, or the data set's.
+        shuffle: whether to shuffle. False keeps the order of the data set.
         seed: see :class:`StreamSampler`.
 
     Raises:
@@ -177,7 +179,7 @@ class TrainingSampler(StreamSampler):
         self.shuffle = shuffle
 
     def epoch_indices(self, epoch: int) -> Tensor | ComputedOrder:
-        """A permutation, or the data set's order."""
+        """The order of one epoch: a permutation, or the data set's order without shuffling."""
         if not self.shuffle:
             return ComputedOrder(self.size, rounds=0)
         if self.size > LARGEST_PERMUTATION:
@@ -192,16 +194,16 @@ class TrainingSampler(StreamSampler):
 
 
 class InferenceSampler(Sampler[int]):
-    """Each sample exactly once: every rank has a contiguous part, of nearly equal size.
+    """Each index exactly once: every rank has a contiguous part, of nearly equal size.
 
     Args:
-        size: the length of the data set; may be 0.
+        size: the length of the data set, at least 0.
     """
 
     def __init__(self, size: int) -> None:
         world = comm.data_parallel_size()
         rank = comm.data_parallel_rank()
-        share, left = divmod(size, world)  # the first ranks have one more
+        share, left = divmod(size, world)  # the first `left` ranks have one more
         begin = rank * share + min(rank, left)
         if rank < left:
             share += 1

@@ -61,7 +61,7 @@ def warnings_of_a_resume() -> list[str]:
 def test_ranks_that_take_the_main_process_position_in_a_stream_say_so() -> None:
     for texts in run_ranks(warnings_of_a_resume, 2):
         (text,) = texts
-        assert text.startswith("Each rank goes on from the main process's position")
+        assert text.startswith("Each rank continues")
 
 
 def test_a_single_process_resumes_a_stream_without_a_warning() -> None:
