@@ -1,4 +1,4 @@
-"""Work that goes on beside the training loop, and errors that come back from it."""
+"""Work that goes on beside the training loop, and whose errors come back to it."""
 
 import logging
 from collections.abc import Callable
@@ -8,10 +8,10 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWorker:
-    """Runs one job at a time in a thread, so that the caller may go on.
+    """Runs one job at a time in a thread, while the caller goes on.
 
     An error of a job is logged at once and raised by the next :meth:`submit` or :meth:`wait`. The
-    thread ends with its job: nothing has to be closed.
+    thread ends with its job, so there is nothing to close.
 
     Example:
         >>> worker = BackgroundWorker("checkpoint")
@@ -20,7 +20,7 @@ class BackgroundWorker:
         True
 
     Args:
-        name: of the jobs, for the messages and the thread.
+        name: what messages call the jobs; it is the name of the thread too.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,15 +29,15 @@ class BackgroundWorker:
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], object], *, daemon: bool = False) -> None:
-        """Wait for the job before, then start this one.
+        """Wait for the previous job, then start this one.
 
         Args:
             job: the function to call.
-            daemon: whether the interpreter ends without waiting for the job. The threads of an
-                executor cannot do that.
+            daemon: whether the interpreter may end without waiting for the job. (The threads of
+                an executor cannot do that.)
 
         Raises:
-            BaseException: what the job before raised. This one is not started then.
+            BaseException: what the previous job raised. Then this one is not started.
         """
         self.wait()
         self._thread = Thread(
@@ -49,13 +49,13 @@ class BackgroundWorker:
         """Wait until no job is running.
 
         Args:
-            seconds: wait no longer than this.
+            seconds: the longest time to wait; None waits as long as it takes.
 
         Returns:
-            Whether it ended in time.
+            Whether the job ended in that time.
 
         Raises:
-            BaseException: what the job raised. It is raised once.
+            BaseException: what the job raised; it is raised only once.
         """
         if self._thread is None:
             return True
@@ -72,6 +72,6 @@ class BackgroundWorker:
     def _run(self, job: Callable[[], object]) -> None:
         try:
             job()
-        except BaseException as error:  # a thread has nobody to raise it to
+        except BaseException as error:  # nobody would catch it in this thread
             logger.error("The background job %r failed: %r", self.name, error)
             self._error = error

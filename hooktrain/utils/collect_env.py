@@ -1,4 +1,4 @@
-"""What a bug report or a run's log should say about the machine and the software."""
+"""A description of the machine and the software, for bug reports and the log of a run."""
 
 import platform
 
@@ -10,7 +10,7 @@ from hooktrain.utils.env import device_module
 
 
 def collect_env_info() -> str:
-    """Platform, versions and devices, one a line, and how torch was built."""
+    """The platform, versions and devices, one on each line, and how torch was built."""
     lines = [
         f"Platform: {platform.platform()}",
         f"Python: {platform.python_version()}",
@@ -28,6 +28,6 @@ def _devices() -> str:
     module = device_module()
     if module is None:
         return "none"
-    # Not every kind of device has names (mps).
+    # Some kinds of devices have no names (mps).
     name_of = getattr(module, "get_device_name", lambda: module.__name__)
     return f"{torch.accelerator.device_count()} x {name_of()}"

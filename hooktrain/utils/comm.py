@@ -1,7 +1,7 @@
-"""The ranks of a run: which one this process is, and how it talks to the others.
+"""The ranks of a run: which one this process is, and how it communicates with the others.
 
-A single process is rank 0 of 1. Every rank must call what is collective, in the same
-order; else the others wait until the timeout.
+A single process is rank 0 of 1. Every rank must call a collective function, and all ranks in the
+same order. Otherwise the others wait for it until the timeout.
 """
 
 import os
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
-# By the default group, so that nothing outlives destroy_process_group().
+# The keys are default groups, so that no entry outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 _local_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 _data_shares: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -40,10 +40,10 @@ def is_main_process() -> bool:
 
 
 def set_data_part(rank: int, size: int) -> None:
-    """Say which part of the data this process computes; else it is one of its own.
+    """Set which part of the data this process reads. Without this call each rank reads its own.
 
-    A strategy does, where several ranks compute one batch together, as those of tensor
-    and context parallelism. They have one number, and so the same batches and seeds.
+    A strategy calls it where several ranks compute one batch together, as in tensor and context
+    parallelism. Ranks with the same part read the same batches and draw the same numbers.
 
     Args:
         rank: the number of the part, from 0.
@@ -53,12 +53,12 @@ def set_data_part(rank: int, size: int) -> None:
 
 
 def data_parallel_rank() -> int:
-    """The number of this process's part of the data: see :func:`set_data_part`."""
+    """The number of the part of the data that this process reads; see :func:`set_data_part`."""
     return _data_share()[0]
 
 
 def data_parallel_size() -> int:
-    """The number of parts of the data: see :func:`set_data_part`."""
+    """The number of parts that the data is divided into; see :func:`set_data_part`."""
     return _data_share()[1]
 
 
@@ -70,27 +70,33 @@ def _data_share() -> tuple[int, int]:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Make a group of so many successive ranks for each machine, as ``launch()`` does.
+    """Make a process group for each machine, as ``launch()`` does. Collective.
 
-    Collective. The world size must be a multiple.
+    Args:
+        num_workers_per_machine: how many successive ranks run on each machine. The world size is
+            a multiple of it.
     """
     group, _ = dist.new_subgroups(num_workers_per_machine)
     _local_groups[dist.group.WORLD] = group
 
 
 def get_local_process_group() -> ProcessGroup:
-    """The group of the processes on this machine; a RuntimeError if there is none."""
+    """The process group of this machine.
+
+    Raises:
+        RuntimeError: if nobody has made one.
+    """
     group = _local_groups.get(dist.group.WORLD)
     if group is None:
         raise RuntimeError(
-            "which ranks share a machine? Start by launch() or torchrun, or call "
-            "comm.create_local_process_group()"
+            "it is unknown which ranks share a machine: start them by launch() or torchrun, or "
+            "call comm.create_local_process_group()"
         )
     return group
 
 
 def get_local_rank() -> int:
-    """The number of this process on its machine: torchrun's, else that of the group."""
+    """The rank of this process on its machine: torchrun's, or else that in the machine's group."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     if get_world_size() == 1:
@@ -99,7 +105,7 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine: torchrun's, else that of the group."""
+    """The number of processes on this machine: torchrun's, or else that of the machine's group."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     if get_world_size() == 1:
@@ -108,16 +114,20 @@ def get_local_size() -> int:
 
 
 def synchronize() -> None:
-    """Wait until every rank has come here; not for accelerators. Collective."""
+    """Wait until every rank has called this. It does not wait for accelerators. Collective."""
     any_rank(False)
 
 
 def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
-    """Bring every rank's picklable object to every rank, in their order. Collective.
+    """Bring every rank's picklable object to every rank. Collective.
 
     Args:
-        data: with tensors on the CPU; not copied in a single process.
-        group: None is all ranks.
+        data: the object of this rank, with tensors on the CPU.
+        group: the ranks that take part; None is all of them.
+
+    Returns:
+        The objects of all ranks, in the order of the ranks. A single process gets its own object,
+        not a copy.
     """
     if get_world_size() == 1:
         return [data]
@@ -140,8 +150,11 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum a tensor in CPU memory over all ranks, in place. Collective.
 
     Args:
-        values: of the same shape on every rank, where they get the same bits.
+        values: a tensor of the same shape on every rank.
         op: another ``torch.distributed.ReduceOp``, such as ``MAX``.
+
+    Returns:
+        ``values``, which are the same on every rank to the last bit.
     """
     if get_world_size() > 1:
         dist.all_reduce(values, op, group=object_group())
@@ -149,7 +162,7 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank. Collective."""
+    """Whether the flag is true on any rank. Collective."""
     return all_reduce(torch.tensor(int(flag))).item() > 0
 
 
@@ -159,10 +172,10 @@ def shared_random_seed() -> int:
 
 
 def object_group(timeout: Any = None) -> ProcessGroup:
-    """All ranks, through gloo, which moves CPU memory. Collective when called first.
+    """The group of all ranks with gloo, which sends CPU memory. The first call is collective.
 
     Args:
-        timeout: a timedelta, if it has to be made; None is torch's, of 30 minutes.
+        timeout: a timedelta, for the first call; None is torch's, of 30 minutes.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -176,14 +189,17 @@ def object_group(timeout: Any = None) -> ProcessGroup:
 def on_all_ranks(
     function: Callable[[], T], group: ProcessGroup | None = None
 ) -> list[T]:
-    """Call a function on every rank; the first error is raised on all. Collective.
+    """Call a function on every rank. If it fails anywhere, all ranks raise the error. Collective.
 
     Args:
-        function: calls no collective, and returns something picklable.
-        group: of all ranks; None is :func:`object_group`. A thread needs its own.
+        function: a function that calls nothing collective and returns something picklable.
+        group: a group of all ranks; None is :func:`object_group`. A thread needs one of its own.
 
     Returns:
-        What it returned on each rank, in their order.
+        What the function returned on each rank, in the order of the ranks.
+
+    Raises:
+        Exception: the error of the first rank that failed.
     """
     if get_world_size() == 1:
         return [function()]
@@ -191,7 +207,7 @@ def on_all_ranks(
     error: Exception | None = None
     try:
         outcome = function()
-    except Exception as problem:  # raised below, when all ranks know
+    except Exception as problem:  # it is raised below, when all ranks know of it
         error = problem
     everywhere = all_gather((outcome, _portable(error)), group)
     for _, first in everywhere:
@@ -201,12 +217,16 @@ def on_all_ranks(
 
 
 def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """As :func:`on_all_ranks`, but on the main process only; all return the same."""
+    """Call a function on the main process only; see :func:`on_all_ranks`. Collective.
 
-    def only_there() -> Any:
+    Returns:
+        What the function returned there, on every rank.
+    """
+
+    def on_rank_0() -> Any:
         return function() if is_main_process() else None
 
-    result: T = on_all_ranks(only_there, group)[0]
+    result: T = on_all_ranks(on_rank_0, group)[0]
     return result
 
 

@@ -27,33 +27,33 @@ def seed_all_rng(seed: int | None = None) -> int:
         The seed that was used.
 
     Raises:
-        ValueError: the seed is out of range; nothing is seeded then.
+        ValueError: if the seed is out of range; then nothing is seeded.
     """
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
         logger.info("Seeding with the randomly drawn seed %d", seed)
-    np.random.seed(seed)  # first, since it refuses what is out of range
+    np.random.seed(seed)  # it comes first, since it refuses a seed that is out of range
     random.seed(seed)
     torch.manual_seed(seed)
     return seed
 
 
 def seed_on_host(counter: int, *stream: int | str) -> int:
-    """Seed the global generators of Python and numpy, and torch's of the CPU, at little cost.
+    """Seed the CPU's global generators of Python, numpy and torch, in some 10 microseconds.
 
-    Each gets a seed of its own, from a hash of these numbers.
+    Each generator gets a seed of its own, from a hash of the arguments.
 
     Args:
-        counter: of steps or samples, from 0.
-        stream: what it counts: a name, a seed, a rank, ...
+        counter: the number of a step or a sample, from 0.
+        stream: names and numbers of what is counted, such as ``"step"``, the seed and the rank.
 
     Returns:
-        Another seed, for a device.
+        One more seed, for the generator of a device.
     """
     hashed = _hash(*stream).copy()
     hashed.update(counter.to_bytes(8, "little"))
     for_torch, for_numpy, for_python, for_device = _FOUR_SEEDS.unpack(hashed.digest())
-    # torch.manual_seed visits every kind of device, which takes longer than a small step.
+    # torch.manual_seed would seed every kind of device too, which takes longer than a small step.
     torch.default_generator.manual_seed(for_torch)
     np.random.seed(for_numpy)
     random.seed(for_python)
@@ -68,11 +68,11 @@ def _hash(*stream: int | str) -> Any:
 def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seed the global generators for one iteration of one rank.
 
-    What is random in a step is then a function of these three numbers.
+    The random numbers of a step are then a function of these three numbers.
 
     Args:
-        seed: of the run, any integer.
-        iteration: the iteration.
+        seed: the seed of the run, any integer.
+        iteration: the iteration, from 0.
         rank: the rank of this process.
     """
     for_device = seed_on_host(iteration, "step", seed, rank)

@@ -27,7 +27,8 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
         known: The names that exist.
 
     Returns:
-        ``"; did you mean 'x'?"`` if one is near, else the first twelve that exist; "" if none does.
+        ``"; did you mean 'x'?"`` if a known name is similar. Otherwise the first twelve known
+        names, or "" if there are none.
     """
     names = list(map(str, known))
     folded = {each.casefold(): each for each in names}
@@ -39,11 +40,16 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
-    """A list of what was given.
+    """Make a list of an argument that must be a collection of objects of one class.
+
+    Args:
+        given: The argument.
+        kind: The class of its items, which may be None too.
+        what: What the items are, for the error.
 
     Raises:
-        TypeError: for one object or a text in place of a list, and for an item that is neither
-            of the class ``kind`` nor None.
+        TypeError: For a single object or a text in place of a collection, and for an item of
+            another class.
     """
     if isinstance(given, kind | str):
         raise TypeError(f"{what} must be a list: [{given!r}]")
@@ -56,21 +62,21 @@ def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
 
 
 def is_loss(name: str) -> bool:
-    """Whether a metric of this name is a loss: one that has "loss" in it, as in MMEngine."""
+    """Whether a metric of this name is a loss: its name has "loss" in it, as in MMEngine."""
     return "loss" in name
 
 
 def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
-    """Say at once, when a class is defined, that nothing would call a method of it.
+    """Refuse, as soon as a class is defined, methods of it that nothing would call.
 
-    For ``__init_subclass__``.
+    Call it in ``__init_subclass__``.
 
     Args:
         kind: The class.
-        instead: What to do instead of overriding each of these methods, by their names.
+        instead: By the name of each such method, what to do instead of overriding it.
 
     Raises:
-        TypeError: If it defines one of them.
+        TypeError: If the class defines one of these methods.
     """
     for name, hint in instead.items():
         if name in vars(kind):
@@ -84,21 +90,21 @@ def locate(name: str) -> Any:
     in an import.
 
     Raises:
-        ImportError: If there is no such object; the message suggests the nearest. An
+        ImportError: If there is no such object. The message suggests the most similar name. An
             import that fails inside an existing module raises its own error.
     """
     outer, _, last = name.rpartition(".")
     if not outer:
         return importlib.import_module(name)
     package = locate(outer)
-    # The second is a module that an attribute of its package hides.
+    # The second holder differs where an attribute of a package hides a module of the same name.
     for holder in (package, sys.modules.get(outer)):
         if hasattr(holder, last):
             return getattr(holder, last)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not name.startswith(str(error.name)):  # what the module imports is missing
+        if not name.startswith(str(error.name)):  # the module itself is there
             raise
         public = [each for each in dir(package) if not each.startswith("_")]
         hint = did_you_mean(last, public)
@@ -124,12 +130,14 @@ def importable_name(obj: Any) -> tuple[str, str]:
         return "torch", str(obj).removeprefix("torch.")
     home = getattr(obj, "__module__", None) or ""
     name = getattr(obj, "__qualname__", "")
-    name = name.removeprefix("_VariableFunctionsClass.")  # torch.tanh calls itself so
+    name = name.removeprefix(
+        "_VariableFunctionsClass."
+    )  # as in torch.tanh.__qualname__
     modules = accumulate(home.split("."), "{}.{}".format)
     for module in modules:
         with suppress(ImportError, AttributeError, ValueError):
             found = pkgutil.resolve_name(f"{module}:{name}")
-            # Each access gives a new class method: the same one is equal, not identical.
+            # Each access makes a new class method, so the same one is equal but not identical.
             if type(found) is type(obj) and found == obj:
                 return module, name
     raise ValueError(
@@ -144,17 +152,17 @@ def call(
     kwargs: Mapping[str, Any],
     where: str,
 ) -> Any:
-    """Call ``target(*args, **kwargs)``, with a note about the target on every error.
+    """Call ``target(*args, **kwargs)``, and add a note about the target to every error.
 
     Args:
         target: What to call, or its dotted name.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        where: Where the user wrote the call, such as ``"(model.head)"``; it ends the note.
+        where: The end of the note: where the user wrote the call, such as ``"(model.head)"``.
 
     Raises:
-        Exception: What the target raises, with the note. For an argument that it does not
-            know, the note suggests the nearest one.
+        Exception: What the target raises, with the note. For an unknown argument the note suggests
+            the most similar one.
     """
     try:
         function = locate(target) if isinstance(target, str) else target
@@ -170,7 +178,7 @@ def call(
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a note to an error. Python 3.10 has no notes, so it is logged there."""
+    """Add a note to an error, or log it on Python 3.10, whose errors take no notes."""
     getattr(error, "add_note", logger.error)(note)
 
 
@@ -178,6 +186,8 @@ def _parameters(target: Any) -> set[str]:
     """The parameters of a function, or of the constructors of a class and its bases."""
     found: set[str] = set()
     for each in getattr(target, "__mro__", [target]):
-        with suppress(TypeError, ValueError):  # some written in C have no signature
+        with suppress(
+            TypeError, ValueError
+        ):  # some functions written in C have no signature
             found.update(inspect.signature(each).parameters)
     return found

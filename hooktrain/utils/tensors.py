@@ -1,4 +1,4 @@
-"""Sharded tensors, tensors that are not finite, and tensors in containers."""
+"""Tensors that are sharded, that are not finite, or that are in containers."""
 
 import copy
 import math
@@ -16,12 +16,12 @@ from hooktrain.utils import comm
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor, without importing that class: it takes half a second."""
+    """Whether it is a DTensor. That class is not imported here, which takes half a second."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The shard that this rank holds, sharing its memory; another tensor itself."""
+    """The shard of a sharded tensor on this rank, which shares its memory; others as they are."""
     if not is_sharded(tensor):
         return tensor
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -29,10 +29,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor as a whole, on every rank; another tensor itself. Collective."""
+    """A sharded tensor as a whole, on every rank; others as they are. Collective."""
     if not is_sharded(tensor):
         return tensor
-    # What is offloaded goes where the ranks can exchange it.
+    # An offloaded tensor first goes to the device where the ranks can exchange it.
     home = tensor.device_mesh.device_type  # type: ignore[attr-defined]
     moved = tensor.to(home)
     full: Tensor = moved.full_tensor()  # type: ignore[attr-defined]
@@ -40,25 +40,25 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_tensors(state: Any) -> Any:
-    """Put the sharded tensors of a nested state together, one by one. Collective.
+    """Gather the sharded tensors of a nested state, one after the other. Collective.
 
     Args:
-        state: of dicts, lists and tuples; it is not changed.
+        state: nested dicts, lists and tuples; it is not changed.
 
     Returns:
-        A copy of the containers. On the main process full tensors on the CPU replace the
-        sharded ones; on the others None does, so that only one process holds the whole
-        in memory. All else is the same object.
+        A copy of the containers. On the main process full tensors on the CPU replace the sharded
+        ones. On the other ranks None replaces them, so that only one process holds all of them in
+        memory. Everything else is the same object.
     """
 
-    def put_together(_: tuple[Any, ...], leaf: Any) -> Any:
+    def gather(_: tuple[Any, ...], leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf
         full = full_tensor(leaf)
-        # Host-device synchronisation.
+        # A host-device synchronisation.
         return full.cpu() if comm.is_main_process() else None
 
-    return map_leaves(put_together, state)
+    return map_leaves(gather, state)
 
 
 def map_leaves(
@@ -66,16 +66,16 @@ def map_leaves(
     data: Any,
     path: tuple[Any, ...] = (),
 ) -> Any:
-    """A copy of containers in containers with ``function(path, leaf)`` for each leaf.
+    """Copy nested containers, with ``function(path, leaf)`` in place of each leaf.
 
-    Containers are dicts, lists, tuples and dataclasses without a method ``to``. They
-    keep their types, and dicts their attributes, such as the ``_metadata`` of a state.
+    Containers are dicts, lists, tuples and dataclasses without a method ``to``. They keep their
+    types, and dicts keep their attributes, such as the ``_metadata`` of a state.
 
     Args:
-        function: takes the keys, indices and names of fields that lead to a leaf, and
-            the leaf.
-        data: it is not changed.
-        path: of the data itself.
+        function: takes the path to a leaf, which consists of keys, indices and names of fields,
+            and the leaf.
+        data: the containers, or a leaf; they are not changed.
+        path: the path to ``data`` itself.
     """
 
     def inside(key: Any, item: Any) -> Any:
@@ -84,7 +84,9 @@ def map_leaves(
     if callable(getattr(data, "to", None)):
         return function(path, data)
     if isinstance(data, Mapping):
-        changed: Any = copy.copy(data)  # not every kind of dict can be made from pairs
+        changed: Any = copy.copy(
+            data
+        )  # since not every kind of dict can be made from pairs
         for key, item in data.items():
             changed[key] = inside(key, item)
         return changed
@@ -104,33 +106,36 @@ def map_leaves(
 
 @torch.no_grad()
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Split a full tensor as another one of its shape is. Collective if that one is sharded.
+    """Shard a full tensor like another one of its shape. Collective if that one is sharded.
 
     Args:
-        value: the full tensor. The first rank's value counts.
-        like: gives sharding and device. If it is not sharded, or ``value`` is already, or the
-            shapes differ, ``value`` itself is returned.
+        value: the full tensor. All ranks take the first rank's values.
+        like: the tensor whose sharding and device the result has.
+
+    Returns:
+        The sharded tensor. It is ``value`` itself if ``like`` is not sharded, if ``value`` is
+        sharded already, or if the shapes differ.
     """
     if not is_sharded(like) or is_sharded(value) or value.shape != like.shape:
         return value
-    # It takes half a second to import, but is loaded already, as there are shards.
+    # This takes half a second to import, but where there are shards it is loaded already.
     from torch.distributed.tensor import distribute_tensor
 
     sharding: Any = like
-    # To send each rank its shard only fails where shards of shards differ in size.
+    # Each rank gets the whole tensor, since torch cannot send uneven shards of shards.
     whole = distribute_tensor(value.detach(), sharding.device_mesh)
     sharded = whole.redistribute(placements=sharding.placements)
     return sharded.to(like.device)
 
 
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
-    """What holds infinity or NaN, such as ``{"mask is inf", "fc.weight is nan"}``.
+    """Name the tensors that hold infinity or NaN, such as ``{"mask is inf", "weight is nan"}``.
 
-    Of a sharded one, this rank's shard is looked at. Tensors without data, those of one
-    byte a number and what is no tensor are left out.
+    Of a sharded tensor only the local shard is checked. Tensors without data, tensors of one byte
+    a number, and values that are no tensors are left out.
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -139,7 +144,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
             found[name] = numbers
     if not found:
         return set()
-    # The largest numbers, since a norm of large ones may overflow.
+    # The maximum norm is taken, since a sum of squares may overflow.
     largest = torch._foreach_norm([*found.values()], math.inf)
     device = largest[0].device
     norms = [norm.to(device) for norm in largest]
@@ -152,7 +157,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
 
 
 def _numbers(tensor: Any) -> Tensor | None:
-    """What may be infinite or NaN in this rank's shard; None if there is nothing."""
+    """The numbers of the local shard that may be infinite or NaN; None if there are none."""
     if not isinstance(tensor, Tensor) or is_lazy(tensor) or tensor.is_meta:
         return None
     has_inf = tensor.is_floating_point() or tensor.is_complex()
@@ -165,10 +170,10 @@ def _numbers(tensor: Any) -> Tensor | None:
 
 
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:
-    """The function that brings a batch to the device of a model: see :func:`to_device`.
+    """The function that moves a batch to the device of a model; see :func:`to_device`.
 
-    On the CPU batches stay as they are. So they do for a model with a ``train_step``,
-    which brings them to its device by itself.
+    On the CPU it returns batches as they are. So it does for a model with a ``train_step``, which
+    moves its batches by itself.
     """
     device = next(model.parameters(), torch.empty(0)).device
     if device.type == "cpu" or hasattr(model, "train_step"):
@@ -177,11 +182,11 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move the tensors in dicts, lists, tuples and dataclasses, which are copied.
+    """Move the tensors in nested dicts, lists, tuples and dataclasses, which are copied.
 
-    Other objects with ``to`` are moved too, such as the encodings of Hugging Face's
-    tokenizers. From pinned memory nothing waits: while CUDA computes on a batch, it
-    copies the next one.
+    Other objects with a method ``to`` are moved too, such as the encodings of Hugging Face's
+    tokenizers. A copy from pinned memory never blocks: while CUDA computes on a batch, it copies
+    the next one.
     """
 
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
@@ -191,22 +196,24 @@ def to_device(data: Any, device: torch.device) -> Any:
             return _copy_beside(leaf, device)
         try:
             return leaf.to(device, non_blocking=device.type != "cpu")
-        except TypeError:  # not all take it
+        except TypeError:  # not every method `to` takes non_blocking
             return leaf.to(device)
 
     return map_leaves(move, data)
 
 
-# One for each device, since torch keeps memory for each stream that has copied.
+# There is one stream for each device, since torch keeps memory for each stream that has copied.
 _copy_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor in a stream of its own, which does not wait for the computation."""
+    """Copy a tensor in a stream of its own, so that the copy does not wait for computations."""
     copying = _copy_stream(device)
     computing = torch.cuda.current_stream(device)
     with torch.cuda.stream(copying):
         moved = tensor.to(device, non_blocking=True)
     computing.wait_stream(copying)
-    moved.record_stream(computing)  # its memory is lent again when that has used it
+    moved.record_stream(
+        computing
+    )  # its memory is not reused before this stream has used it
     return moved

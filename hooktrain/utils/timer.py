@@ -1,4 +1,4 @@
-"""The time of the last sign of progress, which the watchdog looks at."""
+"""The time of the last sign of progress, which the hook ``Watchdog`` reads."""
 
 import time
 
@@ -6,6 +6,6 @@ last_beat = 0.0  # when beat() was called last, by time.monotonic()
 
 
 def beat() -> None:
-    """Say that the main thread makes progress, in loops that take long."""
+    """Record that the main thread makes progress. Long loops call it."""
     global last_beat
     last_beat = time.monotonic()

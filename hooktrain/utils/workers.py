@@ -1,4 +1,4 @@
-"""DataLoader workers that ignore the signals by which a run is ended."""
+"""Workers of a DataLoader, which ignore the signals by which a run is ended."""
 
 import multiprocessing
 import os
@@ -12,24 +12,24 @@ from typing import Any
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
-# What ends a run, or announces its end. Terminals and schedulers signal all processes.
+# Signals that end a run or announce its end. Terminals and schedulers send them to all processes.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
-    """``iter(loader)``, whose workers do not die of a signal to all processes.
+    """Return ``iter(loader)``, whose workers survive signals that are sent to all processes.
 
-    A worker that dies fails the run, which could have saved a checkpoint. So the workers
-    of a torch ``DataLoader`` leave the signals of :data:`ENDING` to this process. They
-    end with it, also when they hang. Not so with the start method "forkserver", whose
-    server is a process of its own that SIGTERM ends.
+    The death of a worker is an error in a run that could still have saved a checkpoint. So the
+    workers of a torch ``DataLoader`` block the signals of :data:`ENDING`, and this process alone
+    handles them. The workers end when this process ends, even if they hang. With the start method
+    "forkserver" they do not survive SIGTERM, which ends the server that they come from.
 
     Args:
-        loader: gives the batches. One that is not a ``DataLoader`` is left as it is, and
-            so are all where the system does not say who has sent a signal (macOS).
+        loader: gives the batches. Signals are not blocked for a loader that is no ``DataLoader``,
+            and for none on systems that do not tell who has sent a signal (macOS).
 
     Raises:
-        TypeError: if it is a data set, which gives samples and no batches.
+        TypeError: if it is a data set, which gives samples instead of batches.
     """
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         raise TypeError(
@@ -49,9 +49,9 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:
-    """What the workers block from the start on."""
+    """The signals that a worker blocks from its first moment on."""
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    if method == "forkserver":  # the server would hand it on to other children
+    if method == "forkserver":  # the server would block them for its other children too
         return ()
     resource_tracker.ensure_running()  # it unblocks signals when it starts
     return ENDING
@@ -61,7 +61,7 @@ def _init_worker(
     given: Callable[[int], None] | None, of_main_thread: bool, worker_id: int
 ) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    # The kernel takes the end of the thread that starts a process for that of its parent.
+    # To the kernel the thread that started a process is its parent, and another may end early.
     if of_main_thread:
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -74,6 +74,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     while parent.is_alive():
         got = signal.sigtimedwait(ENDING, 1.0)
-        if got is not None and got.si_pid == parent.pid:  # torch terminates the worker
+        if got is not None and got.si_pid == parent.pid:  # torch asks the worker to end
             break
     os._exit(0)
