@@ -20,27 +20,25 @@ Tensors: TypeAlias = dict[str, Tensor]
 class BaseAveragedModel(nn.Module):
     """An average of the weights of a model, matched by their names.
 
-    A subclass overrides :meth:`blending_weight`, which says how much of the present
-    weights comes in.
+    A subclass overrides :meth:`blending_weight`, which decides how much each update adds of the
+    present weights.
 
-    It is a module: as a child of a model, such as the teacher of a student, it is saved
-    with it. Parameters are averaged in their own data type, so keep the model in
-    float32: in bfloat16 a small weight changes nothing. Buffers are copied at each
-    update. So the statistics of BatchNorm are those of the model's own weights, which is
-    good enough for a moving average. For others measure them before use, in training
-    mode, by :func:`hooktrain.model.update_bn_stats`.
+    It is a module, so a model that has it as a child, such as a student with its teacher, saves it
+    too. Parameters are averaged in their own data type, so keep the model in float32: in bfloat16
+    a small weight changes nothing. Buffers are copied at each update. So the statistics of
+    BatchNorm are those of the model's own weights, which is good enough for a moving average. For
+    other averages measure them before use, in training mode, by
+    :func:`hooktrain.model.update_bn_stats`.
 
     Args:
-        model: is copied. Data parallel wrappers and ``torch.compile`` are looked through.
-        interval: average the parameters at the first update and at every so many from
-            there, at least 1.
-        device: where the average is kept. None is where the model is.
+        model: the model, which is copied without data parallel wrappers and ``torch.compile``.
+        interval: the parameters are averaged at the first of so many updates; at least 1.
+        device: where the average is kept. None is the device of the model.
 
     Attributes:
-        module: the averaged model, in eval mode, without gradients. That of a sharded
-            model holds shards under their names and cannot be called: evaluate it in
-            :meth:`swap`.
-        steps: the number of updates so far, all of them; an int64 tensor.
+        module: the averaged model, in evaluation mode, without gradients. The average of a sharded
+            model holds shards under their names and cannot be called; evaluate it by :meth:`swap`.
+        steps: the number of all updates so far, an int64 tensor.
     """
 
     steps: Tensor
@@ -57,10 +55,11 @@ class BaseAveragedModel(nn.Module):
         self.module.eval()
         self.module.requires_grad_(False)
         self.register_buffer("steps", torch.tensor(0, device=device))
-        # The same number. To read the tensor would wait for the device in each update.
+        # This is the same number. Reading the tensor would wait for the device in each update.
         self._steps = 0
         self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
-        self._averaged: set[str] = set()  # the names; all else is copied
+        # The names of the tensors that are averaged. All others are copied.
+        self._averaged: set[str] = set()
         for name, parameter in self.module.named_parameters():
             if parameter.is_floating_point() or parameter.is_complex():
                 self._averaged.add(name)
@@ -70,7 +69,7 @@ class BaseAveragedModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def blending_weight(self, steps: int) -> float:
-        """How much of the present weights comes in, in [0, 1]; 1 forgets the average.
+        """The weight of the present values in the new average, in [0, 1]; 1 forgets the old one.
 
         Args:
             steps: the number of updates before this one, a multiple of ``interval``.
@@ -79,9 +78,9 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the present weights of the model into the average.
+        """Add the present weights of the model to the average.
 
-        One kernel for all parameters, and no synchronisation with the device.
+        It takes one kernel for all parameters, and no host-device synchronisation.
 
         Raises:
             ValueError: if the model has other parameters or buffers than the average.
@@ -113,11 +112,11 @@ class BaseAveragedModel(nn.Module):
 
     @contextmanager
     def swap(self, model: nn.Module) -> Iterator[None]:
-        """Put the averaged weights and buffers into the model, and its own back later.
+        """Give the model the averaged weights and buffers, and later its own again.
 
-        They are written in place, so everybody who holds the tensors sees the same
-        values. The model's own come back bit for bit, even after an error. This takes
-        the memory of one more copy of the model.
+        The values are written in place, so everybody who holds the tensors sees them. The model's
+        own values are restored bit for bit, even after an error. This takes the memory of one more
+        copy of the model.
 
         Raises:
             ValueError: if the model has other parameters or buffers than the average.
@@ -128,7 +127,7 @@ class BaseAveragedModel(nn.Module):
         try:
             yield
         finally:
-            # An evaluation leaves whole tensors in a sharded model: match them again.
+            # The tensors are matched again, since an evaluation unshards those of a sharded model.
             _, weights = self._matched(model)
             _write(weights, own)
 
@@ -144,19 +143,19 @@ class BaseAveragedModel(nn.Module):
 
 
 class ExponentialMovingAverage(BaseAveragedModel):
-    """The exponential moving average of a model's weights: ``momentum`` comes in.
+    """The exponential moving average of a model's weights.
 
-    ``average = (1 - momentum) * average + momentum * weight``, starting from the weights
-    at construction (Polyak averaging; Mean Teacher, arXiv:1703.01780).
+    An update is ``average = (1 - momentum) * average + momentum * weight``. The first average is
+    the weights at construction (Polyak averaging; Mean Teacher, arXiv:1703.01780).
 
     Args:
         model: see :class:`BaseAveragedModel`.
-        momentum: in (0, 1]; 1 keeps a plain copy. Others call ``1 - momentum`` the decay:
-            it is probably meant where this is above 0.5, which is warned of.
+        momentum: the weight of the present values, in (0, 1]; 1 keeps a plain copy. Others give
+            the decay, ``1 - momentum``, so a warning says so where this is above 0.5.
         interval: see :class:`BaseAveragedModel`.
         device: see :class:`BaseAveragedModel`.
-        warmup: use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets the
-            start sooner.
+        warmup: whether to use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets
+            the first weights sooner.
 
     Raises:
         ValueError: for a momentum out of its range.
@@ -176,7 +175,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
             raise ValueError(f"momentum must be in (0, 1]: {momentum!r}")
         if 0.5 < momentum < 1:
             logger.warning(
-                "momentum=%g is the weight of the new value, and forgets fast. For a decay "
+                "momentum=%g is the weight of the present values, and forgets fast. For a decay "
                 "of %g give momentum=%g",
                 momentum,
                 momentum,
@@ -196,13 +195,13 @@ class ExponentialMovingAverage(BaseAveragedModel):
 class StochasticWeightAverage(BaseAveragedModel):
     """The equal average of the weights at each interval (SWA, arXiv:1803.05407).
 
-    The first update copies the weights, so those at construction do not count. To begin
-    late in training, see the hook :class:`hooktrain.engine.hooks.EMA`. Measure the
-    statistics of BatchNorm before the average is used, see :class:`BaseAveragedModel`.
+    The first update copies the weights, so the weights at construction do not count. The hook
+    :class:`hooktrain.engine.hooks.EMA` can begin late in training. Measure the statistics of
+    BatchNorm before you use the average; see :class:`BaseAveragedModel`.
     """
 
     def blending_weight(self, steps: int) -> float:
-        """One part of all that were averaged, with this one."""
+        """``1 / n`` for the ``n``-th weights that are averaged."""
         return 1 / (steps // self.interval + 1)
 
 
@@ -213,19 +212,19 @@ def _write(targets: Tensors, sources: Tensors) -> None:
 
 
 def _read_steps(average: Any, _: Any) -> None:
-    average._steps = int(average.steps)  # waits for the device
+    average._steps = int(average.steps)  # a host-device synchronisation, once a load
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy; of a sharded model, which torch cannot copy, the tensors alone."""
+    """A copy of a model. torch cannot copy a sharded one, so of it only the tensors are copied."""
     if not any(map(_is_sharded, model.modules())):
         return copy.deepcopy(model)
-    _tensors(model)  # so that each rank copies its part
+    _tensors(model)  # this reshards the model, so that each rank copies its shards
     return _copy_tensors(model, {})
 
 
 def _copy_tensors(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Bare modules with copies of the tensors; in ``memo``, what is copied already."""
+    """Bare modules with copies of the tensors; ``memo`` is that of :func:`copy.deepcopy`."""
     bare = nn.Module()
     bare._parameters = copy.deepcopy(module._parameters, memo)
     bare._buffers = copy.deepcopy(module._buffers, memo)
@@ -240,9 +239,9 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module) -> Tensors:
-    """Parameters and buffers by name, each once; of sharded ones this rank's part."""
+    """Parameters and buffers by name, each once; of sharded ones the local shard."""
     for module in model.modules():
-        if _is_sharded(module):  # an evaluation leaves the tensors whole
+        if _is_sharded(module):  # after an evaluation its tensors are unsharded
             module.reshard()  # type: ignore[operator]
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: local_tensor(tensor) for name, tensor in named}

@@ -1,4 +1,4 @@
-"""The base of models that own their training step, and of what prepares their data."""
+"""The base class of models that own their training step, and that of their preprocessors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ Values: TypeAlias = dict[str, Tensor]
 
 
 class BaseDataPreprocessor(nn.Module):
-    """Moves a batch to the device where the preprocessor is.
+    """Moves a batch to the device of the preprocessor.
 
-    It moves with the model that it is a part of, by ``to``, ``cuda``, ``cpu`` and so on.
-    It has no state. Override :meth:`forward` to do more.
+    ``to``, ``cuda``, ``cpu`` and so on of the model that it is a part of move it too. It has no
+    state. Override :meth:`forward` to do more.
 
     Attributes:
-        device: where batches are moved to.
+        device: the device that batches are moved to.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class BaseDataPreprocessor(nn.Module):
         self.device = torch.get_default_device()
 
     def cast_data(self, data: Any) -> Any:
-        """Move a batch; its containers are copied. See hooktrain.utils.tensors.to_device."""
+        """Move a batch to the device; see :func:`hooktrain.utils.tensors.to_device`."""
         return to_device(data, self.device)
 
     def forward(self, data: Any, training: bool = False) -> Any:
@@ -37,24 +37,24 @@ class BaseDataPreprocessor(nn.Module):
 
         Args:
             data: the batch.
-            training: whether it is for training. Subclasses may care.
+            training: whether the batch is for training; it makes a difference in subclasses only.
 
         Returns:
-            A dict of arguments by name, or a list or tuple of arguments. Here it is the
-            batch, on the device.
+            A dict of arguments by name, or a list or tuple of arguments. Here it is the batch, on
+            the device.
         """
         return self.cast_data(data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Everything that moves a module calls this. A buffer would know its device too,
-        # but DistributedDataParallel would broadcast it in every step.
+        # Every method that moves a module calls this. A buffer would be moved without it, but
+        # DistributedDataParallel would broadcast a buffer in every step.
         probe = torch.empty(0, device=self.device)
         self.device = fn(probe).device
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 class BaseModel(nn.Module, ABC):
-    """A model with steps for training, validation and test. A subclass has the forward.
+    """A model with steps for training, validation and test. A subclass defines the forward.
 
     Example::
 
@@ -71,14 +71,13 @@ class BaseModel(nn.Module, ABC):
                     return scores.argmax(1)
                 return scores
 
-    Each method may be overridden. A model with its own :meth:`train_step` needs
-    :class:`hooktrain.model.SeparateDistributedDataParallel` on several ranks, or a
-    subclass of :class:`hooktrain.model.StepDistributedDataParallel` that has this step
-    too.
+    Each method may be overridden. On several ranks a model with its own :meth:`train_step` needs
+    :class:`hooktrain.model.SeparateDistributedDataParallel`, or a subclass of
+    :class:`hooktrain.model.StepDistributedDataParallel` that has the same step.
 
     Args:
-        data_preprocessor: turns a batch into the arguments of :meth:`forward`: a module
-            called with the batch and whether it is for training. None is
+        data_preprocessor: a module that turns a batch into the arguments of :meth:`forward`. It is
+            called with the batch and with whether it is for training. None is
             :class:`BaseDataPreprocessor`.
 
     Attributes:
@@ -97,29 +96,27 @@ class BaseModel(nn.Module, ABC):
     ) -> Any:
         """Compute losses, predictions or raw outputs.
 
-        The arguments before ``mode`` are what the data preprocessor returns, and may be
-        others.
+        The data preprocessor returns the arguments before ``mode``. A subclass may have others.
 
         Args:
             inputs: the inputs of a batch.
-            data_samples: what belongs to them, such as labels.
-            mode: ``"loss"`` returns a dict as :meth:`parse_losses` takes it;
-                ``"predict"`` returns what the evaluator takes; ``"tensor"`` returns
-                whatever is useful.
+            data_samples: what belongs to the inputs, such as labels.
+            mode: with ``"loss"`` the result is a dict as :meth:`parse_losses` takes it, with
+                ``"predict"`` what the evaluator takes, with ``"tensor"`` whatever is useful.
         """
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Values:
-        """One batch: preprocess it, compute the losses, and give their sum to the optimizer.
+        """Preprocess one batch, compute the losses, and give their sum to the optimizer.
 
-        Preprocessing and forward are inside the context that decides on the precision,
-        and if ranks communicate in the backward pass that follows.
+        Preprocessing and forward run inside ``optim_context``, which decides on the precision, and
+        on whether the ranks communicate in the next backward pass.
 
         Args:
-            data: a batch, as the data loader gives it.
+            data: a batch of the data loader.
             optim_wrapper: the :class:`hooktrain.solver.OptimWrapper`.
 
         Returns:
-            The values to log, without gradient and on the device.
+            The values to log, without gradient, on the device.
 
         Raises:
             TypeError: if the preprocessor returns neither dict, list nor tuple.
@@ -134,8 +131,8 @@ class BaseModel(nn.Module, ABC):
     def val_step(self, data: Any) -> Any:
         """Preprocess one batch and predict.
 
-        It neither changes the model's mode nor turns gradients off: the evaluation
-        around it does.
+        The evaluation that calls it puts the model into evaluation mode and turns gradients off;
+        this method does neither.
 
         Returns:
             What the forward returns.
@@ -144,11 +141,11 @@ class BaseModel(nn.Module, ABC):
         return self._run_forward(arguments, mode="predict")
 
     def test_step(self, data: Any) -> Any:
-        """The same as :meth:`val_step`, whatever a subclass makes of that."""
+        """Do what :meth:`val_step` of this class does, also where a subclass overrides that."""
         return BaseModel.val_step(self, data)
 
     def _run_forward(self, data: Any, mode: str) -> Any:
-        # MMEngine's name: models override it.
+        # It has MMEngine's name, since models of MMEngine override it.
         if isinstance(data, Mapping):
             return self(**data, mode=mode)
         if isinstance(data, list | tuple):
@@ -173,7 +170,7 @@ class BaseModel(nn.Module, ABC):
 
 
 def init_weights_once(model: nn.Module) -> nn.Module:
-    """Call ``init_weights`` of a model whose ``is_init`` says that it was not called."""
+    """Call ``init_weights`` of a model whose attribute ``is_init`` is False, and set it."""
     if getattr(model, "is_init", True) is False:
         model.init_weights()  # type: ignore[operator]
         model.is_init = True  # type: ignore[assignment]

@@ -28,32 +28,29 @@ def update_bn_stats(
 ) -> None:
     """Replace the running statistics of BatchNorm layers by those of a sample of the data.
 
-    Moving averages lag behind weights that change fast, and weigh the last batches most.
-    Here mean and (biased) variance are those of all values that a layer sees in
-    ``num_iters`` batches, each value with the same weight (Wu and Johnson, Rethinking
-    "Batch" in BatchNorm, arXiv:2105.07576, section 3). With ``torch.distributed``
-    initialised they are those of all ranks, and every rank must call this.
+    Moving averages lag behind weights that change fast, and weigh the last batches most. Here the
+    mean and the (biased) variance are those of all values that a layer sees in ``num_iters``
+    batches, each value with the same weight (Wu and Johnson, Rethinking "Batch" in BatchNorm,
+    arXiv:2105.07576, section 3). On several ranks they are those of all ranks. Collective.
 
-    Concerns the layers that :func:`get_bn_modules` gives; those that no batch reaches
-    keep their statistics. Buffers are written in place, once all batches went well; an
-    error changes none.
-
-    A layer that is used twice in one forward pass gets those of both uses.
+    The statistics of the layers that :func:`get_bn_modules` gives are replaced, except for layers
+    that no batch reaches. Buffers are written in place after the last batch, so an error changes
+    none. A layer that is used twice in a forward pass gets the statistics of both uses.
 
     Args:
-        model: is called with each batch, without gradients, in the mode that it is in; a
-            :class:`hooktrain.model.BaseModel` as in training.
-        data_loader: at least ``num_iters`` batches. No more are drawn from it.
-        num_iters: how many batches; with 0 nothing changes.
+        model: the model, which is called with each batch, without gradients, in its present mode.
+            A :class:`hooktrain.model.BaseModel` is called as in training.
+        data_loader: gives at least ``num_iters`` batches. No more are taken from it.
+        num_iters: how many batches to take; 0 changes nothing.
 
     Raises:
-        ValueError: if the loader of any rank is shorter.
+        ValueError: on all ranks, if the loader of one of them is shorter.
     """
     layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
-    # Of each channel of all layers: the number of values, their sum and that of their
-    # squares. In float64, so that little cancels where the mean is large.
+    # For each channel of all layers: the number of values, their sum, and the sum of their
+    # squares. They are float64, so that little cancels where the mean is large.
     sizes = [layer.num_features for layer in layers]
     sums = layers[0].running_mean.new_zeros((3, sum(sizes)), dtype=torch.float64)
     of_layers = dict(zip(layers, sums.split(sizes, dim=1), strict=True))
@@ -66,7 +63,7 @@ def update_bn_stats(
     if comm.get_world_size() > 1:
         dist.all_reduce(sums)
     for layer, (count, total, square) in of_layers.items():
-        if count[0] > 0:  # waits for the device
+        if count[0] > 0:  # a host-device synchronisation
             mean = total / count
             variance = square / count - mean**2
             layer.running_mean.copy_(mean)
@@ -74,9 +71,12 @@ def update_bn_stats(
 
 
 def _add_up(model: nn.Module, sums: dict[Any, Tensor], batches: Iterable[Any]) -> int:
-    """Add what layers see in the batches to their sums; return how many there were.
+    """Call the model with the batches, and add the inputs of the layers to their sums.
 
-    Meanwhile the layers do not touch their running statistics.
+    Meanwhile the layers do not change their running statistics.
+
+    Returns:
+        How many batches there were.
     """
 
     def observe(layer: nn.Module, args: tuple[Tensor]) -> None:

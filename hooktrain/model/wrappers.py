@@ -1,4 +1,4 @@
-"""DistributedDataParallel for models that own their step; what is in a wrapper."""
+"""DistributedDataParallel for models that own their step, and how wrapped models are called."""
 
 import inspect
 import logging
@@ -23,26 +23,26 @@ _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @MODEL_WRAPPERS.register_module()
 class NamingDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that names the parameters without gradient in its error.
+    """DistributedDataParallel whose error names the parameters that got no gradient.
 
     Args:
         module: the model, on its device.
-        broadcast_buffers: send the first rank's buffers to all in each forward pass. At
-            the start they are sent in any case, as the parameters are.
-        **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without
-            ``device_ids`` the module stays where it is, also on the CPU.
+        broadcast_buffers: whether to send the first rank's buffers to all ranks in each forward
+            pass. At the start they are always sent, as parameters are.
+        **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without ``device_ids``
+            the module stays on its device, which may be the CPU.
     """
 
     def __init__(
         self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any
     ) -> None:
-        c10d: Any = dist  # mypy does not know of these names
+        c10d: Any = dist  # mypy does not know these names
         level = c10d.get_debug_level()
-        if level == c10d.DebugLevel.OFF:  # torch would only give indices
+        if level == c10d.DebugLevel.OFF:  # torch would give indices instead of names
             c10d.set_debug_level(c10d.DebugLevel.INFO)
         super().__init__(module, **kwargs)
         c10d.set_debug_level(level)
-        # torch's argument of this name is about the start too, and deprecated.
+        # torch's argument of this name is deprecated, and also decides on the start.
         self.broadcast_buffers = broadcast_buffers
 
 
@@ -50,22 +50,20 @@ class NamingDistributedDataParallel(DistributedDataParallel):
 class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`hooktrain.model.BaseModel`.
 
-    The training step calls the model through DDP, so that the ranks exchange gradients.
-    Where several backward passes are accumulated, they do so in the last one only. A
-    model with several optimizers needs
-    :class:`hooktrain.model.SeparateDistributedDataParallel`.
+    The training step calls the model through DDP, so that the ranks exchange gradients. With
+    gradient accumulation they do so in the last backward pass only. A model with several
+    optimizers needs :class:`hooktrain.model.SeparateDistributedDataParallel`.
 
     Args:
-        module: the model, on its device. It has the ``data_preprocessor`` and
-            ``parse_losses`` of a BaseModel, and does not override ``train_step``, which
-            would not be called.
+        module: the model, on its device. It has the ``data_preprocessor`` and ``parse_losses`` of
+            a BaseModel, and does not override ``train_step``, which would not be called.
         **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`.
     """
 
     _run_forward = BaseModel._run_forward
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Values:
-        """The step of :meth:`BaseModel.train_step <hooktrain.model.BaseModel>`.
+        """Do the step of :class:`hooktrain.model.BaseModel`, with the forward pass through DDP.
 
         Returns:
             The values to log.
@@ -83,19 +81,19 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         return BaseModel.train_step(self, data, optim_wrapper)  # type: ignore[arg-type]
 
     def data_preprocessor(self, data: Any, training: bool = False) -> Any:
-        """What the model's own makes of a batch."""
+        """Call the ``data_preprocessor`` of the model."""
         return self.module.data_preprocessor(data, training)
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, Values]:
-        """The model's own."""
+        """Call ``parse_losses`` of the model."""
         return self.module.parse_losses(losses)  # type: ignore[no-any-return]
 
     def val_step(self, data: Any) -> Any:
-        """The model's own; the ranks do not communicate."""
+        """Call ``val_step`` of the model; the ranks do not communicate."""
         return self.module.val_step(data)
 
     def test_step(self, data: Any) -> Any:
-        """The model's own; the ranks do not communicate."""
+        """Call ``test_step`` of the model; the ranks do not communicate."""
         return self.module.test_step(data)
 
 
@@ -103,33 +101,34 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
 class SeparateDistributedDataParallel(StepDistributedDataParallel):
     """DistributedDataParallel around each child of a model, with the model's own steps.
 
-    For models with several optimizers, such as GANs: DDP around the whole would wait in
-    each backward pass for the gradients of the parts that it does not reach. The model's
-    ``train_step`` calls its children, and so DDP; under :func:`torch.no_grad` where no
-    backward pass through them follows, since DDP waits for one.
+    It is for models with several optimizers, such as GANs. DDP around the whole model would wait
+    in each backward pass for the gradients of the parts that this pass does not reach. The model's
+    ``train_step`` calls its children, and so their DDP. It has to call a child under
+    :func:`torch.no_grad` if no backward pass through it follows, since DDP waits for one.
 
     Each child with trainable parameters is replaced, in the model, by a
-    :class:`hooktrain.model.StepDistributedDataParallel` around it. Other children stay
-    as they are, with the values of the first rank. The state has the names of the bare
-    model: those of this wrapper with a prefix ``module.``, as DDP has it, those of
-    ``module`` without any. So a checkpoint fits any number of ranks.
+    :class:`hooktrain.model.StepDistributedDataParallel` around it. Other children get the values
+    of the first rank, and stay as they are. The state of ``module`` has the names of the bare
+    model, and that of this wrapper has them with the prefix ``module.``, as with DDP. So a
+    checkpoint fits any number of ranks.
 
     Args:
         module: the model, on its device; it is changed.
-        broadcast_buffers: send the first rank's buffers to all in each forward pass.
-        **kwargs: passed on for each child, such as ``device_ids`` or
+        broadcast_buffers: whether to send the first rank's buffers to all ranks in each forward
+            pass.
+        **kwargs: arguments of DDP for each child, such as ``device_ids`` or
             ``find_unused_parameters``.
 
     Raises:
-        ValueError: if trainable parameters are directly in the model, where no child
-            exchanges them.
+        ValueError: if the model has trainable parameters outside of its children, whose gradients
+            nobody would exchange.
     """
 
     def __init__(
         self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any
     ) -> None:
-        # A DDP by type, so that all who look for one to get at its `module` find it. The
-        # DDPs around the children do the work: this has none of a DDP's attributes.
+        # This is a DDP by its type, so that code that looks for a DDP and its `module` finds it.
+        # It has no other attributes of a DDP, since those around the children do the work.
         nn.Module.__init__(self)
         named = module.named_parameters(recurse=False)
         own = [name for name, parameter in named if parameter.requires_grad]
@@ -155,7 +154,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Values:
-        """The model's own; it calls the children, and so their ranks communicate.
+        """Call ``train_step`` of the model, which calls the children through their DDP.
 
         Returns:
             The values to log.
@@ -164,7 +163,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, the ranks exchange the gradients of no child."""
+        """Let the ranks not exchange gradients in the backward passes inside this context."""
         with ExitStack() as stack:
             for part in self._parts():
                 stack.enter_context(part.no_sync())
@@ -180,10 +179,10 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
 
 
 class _Part(StepDistributedDataParallel):
-    """DDP around a child, whose state has the names that it has without DDP."""
+    """DDP around a child, with the same names in its state as without DDP."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the child."""
+        """The state of the child."""
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
@@ -197,7 +196,7 @@ class _Part(StepDistributedDataParallel):
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Whether a model is in a wrapper of ``MODEL_WRAPPERS``, as its ``module``."""
+    """Whether it is a wrapper of ``MODEL_WRAPPERS``, which has a model as its ``module``."""
     return any(isinstance(model, wrapper) for _, wrapper in MODEL_WRAPPERS)
 
 
@@ -208,12 +207,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     which have the model as ``module``, and ``torch.compile``.
 
     Raises:
-        TypeError: if it is no module.
+        TypeError: if ``model`` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model must be an nn.Module object, but got {model!r:.80}")
     while True:
-        # The class of torch.compile is heavy to import: it is known by this attribute.
+        # torch.compile's class is slow to import, so it is recognised by this attribute.
         name = "module" if is_model_wrapper(model) else "_orig_mod"
         if name not in model._modules:
             return model
@@ -221,13 +220,14 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a batch, or with its items by keywords, as Hugging Face's.
+    """Call a model with a batch, or with the items of the batch by keywords.
 
-    So it is if the first batch is a dict whose keys are all parameters of the model's
-    ``forward``, which has several. What has only one, such as ``forward(self, batch)``,
-    takes the dict itself. A line of the log says what was decided.
+    Models of Hugging Face take keywords. They are used if the first batch is a dict whose keys are
+    all parameters of the model's ``forward``, and if that has several. A ``forward`` with a single
+    parameter, such as ``forward(self, batch)``, gets the dict itself. A line of the log tells how
+    the model is called.
     """
-    # To ask for the abstract Mapping takes long.
+    # The usual types are excluded first, since isinstance() is slow for the abstract Mapping.
     may_be_dict = not isinstance(batch, _NO_DICTS)
     if may_be_dict and isinstance(batch, Mapping) and isinstance(model, nn.Module):
         if model not in _by_keywords:
@@ -248,7 +248,9 @@ def _takes_keywords(model: nn.Module, batch: Mapping[Any, Any]) -> bool:
     name = type(model).__name__
     if others:
         hint = did_you_mean(others[0], names)
-        text = "forward() of %s gets batches as one dict: it has no parameter %r%s"
+        text = (
+            "forward() of %s gets batches as one dict, since it has no parameter %r%s"
+        )
         logger.warning(text, name, others[0], hint)
         return False
     logger.info("forward() of %s gets batches by keywords", name)

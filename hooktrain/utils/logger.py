@@ -18,7 +18,7 @@ LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEB
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
-    """Says once that it cannot write; what follows goes nowhere."""
+    """Reports once that it cannot write, and drops all later records."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exc_info()[1]
@@ -38,7 +38,7 @@ class _FileHandler(_Handler, logging.FileHandler):
 
 
 class _TerminalHandler(_Handler):
-    """Writes to what ``sys.stdout`` is now, not to what it was when this was made."""
+    """Writes to the present ``sys.stdout``, not to the one at construction."""
 
     def __init__(self, color: bool) -> None:
         super().__init__(sys.stdout)
@@ -47,7 +47,7 @@ class _TerminalHandler(_Handler):
         self.formatter = logging.Formatter(f"{clock} %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """From WARNING on the line begins with the level."""
+        """Put the level at the beginning of a line, from WARNING on."""
         line = super().format(record)
         if record.levelno < logging.WARNING:
             return line
@@ -57,7 +57,9 @@ class _TerminalHandler(_Handler):
         return f"{level} {line}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stdout is not None:  # the process was started without one
+        if (
+            sys.stdout is not None
+        ):  # it is None in a process that was started without one
             self.stream = sys.stdout
             if not _cell():
                 _draw("")
@@ -73,23 +75,23 @@ def setup_logger(
     configure_stdout: bool = True,
     level: str = "normal",
 ) -> logging.Logger:
-    """Make a logger write to the terminal, and everything from DEBUG on to a file.
+    """Make a logger write to the terminal, and all records from DEBUG on to a file.
 
-    Lines on the terminal have the time; those in the file have date, name and level
-    too. Calling it again replaces what the last call for this name set up. Handlers
+    Lines on the terminal have the time. Those in the file have the date, the name of the logger and
+    the level too. Another call for the same name replaces what the last one has set up. Handlers
     that others have added stay.
 
     Args:
-        output: a file if it ends in .txt or .log, else a folder that gets a log.txt;
-            appended to if there already. None writes no file.
-        distributed_rank: ranks above 0 write to another file, with ``.rank{N}`` added
-            to its name, and not to the terminal. Those from 128 on write nothing.
-        color: colours on the terminal, where it has them (NO_COLOR and FORCE_COLOR
-            decide).
-        name: of the logger; "" is the root of all loggers.
-        configure_stdout: False writes nothing to the terminal.
-        level: what the terminal shows: ``"quiet"`` is warnings and errors, ``"normal"``
-            is from INFO on, and ``"debug"`` is everything.
+        output: a file, if the name ends in .txt or .log; otherwise a folder, in which the file is
+            log.txt. A file that exists is appended to. None writes no file.
+        distributed_rank: the rank of this process. Ranks above 0 do not write to the terminal, and
+            add ``.rank{N}`` to the name of the file. Ranks from 128 on write nothing.
+        color: whether to use colours on the terminal, if it has them. The variables NO_COLOR and
+            FORCE_COLOR decide on that too.
+        name: the name of the logger; "" is the root of all loggers.
+        configure_stdout: whether to write to the terminal.
+        level: what the terminal shows: ``"quiet"`` shows warnings and errors, ``"normal"`` all
+            from INFO on, and ``"debug"`` everything.
 
     Returns:
         The logger.
@@ -119,7 +121,9 @@ def _log_file(output: str | os.PathLike[str], rank: int) -> Path:
     path = Path(on_disk(output))
     if path.suffix not in (".txt", ".log"):
         path = path / "log.txt"
-    if rank >= 128:  # more files are a burden to file systems, and nobody reads them
+    if (
+        rank >= 128
+    ):  # so many files are a burden to a file system, and nobody reads them
         return Path(os.devnull)
     if rank > 0:
         path = path.with_name(f"{path.name}.rank{rank}")
@@ -128,7 +132,7 @@ def _log_file(output: str | os.PathLike[str], rank: int) -> Path:
 
 
 def close_logger(name: str = "hooktrain") -> None:
-    """Undo ``setup_logger``: remove its handlers and close its file."""
+    """Undo :func:`setup_logger`: remove its handlers and close its file."""
     logger = logging.getLogger(name)
     for handler in list(logger.handlers):
         if isinstance(handler, _Handler):
@@ -143,16 +147,16 @@ def show_progress(
 ) -> bool:
     """Draw a progress bar, if a person watches the terminal or the cell of a notebook.
 
-    On a terminal it stands below the lines, and the next line takes its place.
+    On a terminal the bar stands below the lines of the log, and the next line replaces it.
 
     Args:
-        what: what takes so long.
-        done: how much of it is done; all of it removes the bar.
-        total: all there is to do; less than 1 if that is unknown.
-        seconds_left: the time that is left, if it is known.
+        what: what the bar is about.
+        done: how much is done. When all is done, the bar is removed.
+        total: how much there is to do; a number below 1 if that is unknown.
+        seconds_left: the time that is left; None if it is unknown.
 
     Returns:
-        Whether somebody watches, so that lines about the same are not needed.
+        Whether a person watches, so that no lines about the progress are needed.
     """
     if not _is_watched():
         return False
@@ -171,16 +175,16 @@ def show_progress(
     return True
 
 
-# What stands in the last line of the terminal, or in which cell, and since when.
+# The text of the bar, the cell of a notebook that it is in, and when it was drawn.
 _bar = SimpleNamespace(text="", cell="", drawn_at=0.0)
 
 
 def _draw(text: str) -> None:
-    """Replace the bar by another; an empty one removes it."""
+    """Replace the text of the bar; an empty text removes the bar."""
     if _cell():
         _show(text)
     elif text or _bar.text:
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal may have been closed
             sys.stdout.write(f"\r\x1b[K{text}")
             sys.stdout.flush()
     _bar.text = text
@@ -188,14 +192,14 @@ def _draw(text: str) -> None:
 
 
 def _cell() -> str:
-    """A name for the cell of a notebook that is running, or ""."""
+    """An identifier of the notebook's cell that is running, or ""."""
     message = getattr(sys.stdout, "parent_header", {})
     name: str = message.get("msg_id", "")
     return name
 
 
 def _show(text: str) -> None:
-    """Replace the bar of the cell, which stands where it was drawn first."""
+    """Show the bar in the running cell, in the place where it was drawn first."""
     from IPython.display import display
 
     cell = _cell()
@@ -206,7 +210,7 @@ def _show(text: str) -> None:
 
 
 def _is_watched() -> bool:
-    """Whether a person watches, and wants to see progress."""
+    """Whether a person watches the output, at a level that shows progress."""
     for handler in logging.getLogger("hooktrain").handlers:
         if isinstance(handler, _TerminalHandler) and handler.level <= logging.INFO:
             is_terminal = sys.stdout is not None and sys.stdout.isatty()
