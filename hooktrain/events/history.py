@@ -17,17 +17,17 @@ _MAX_SAVED = 1000  # values of a metric in a checkpoint
 class HistoryBuffer:
     """The last values of a metric, and the mean of all its values.
 
-    A window shows a NaN as long as it lies inside. The global average is that of the
-    finite values, so that it recovers.
+    The median and the mean of a window are NaN as long as one of its values is. The global average
+    is that of the finite values only, so a NaN does not spoil it forever.
 
     Args:
-        max_length: how many values to keep, at least 1; the oldest are dropped.
+        max_length: how many values to keep, at least 1. The oldest are dropped.
 
     Attributes:
         count: how many values were ever added.
         smoothing_hint: whether writers should show the median of the last iterations.
-        pending: values that the storage has not added yet; tensors on a device among
-            them.
+        pending: pairs (value, iteration) that the storage has not added yet. Some of the values
+            may be tensors on a device.
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
@@ -43,7 +43,7 @@ class HistoryBuffer:
 
         Args:
             value: the value.
-            iteration: when it was measured. None means the number of values before it.
+            iteration: when it was measured. None is the number of values before it.
         """
         if iteration is None:
             iteration = self.count
@@ -87,7 +87,7 @@ class HistoryBuffer:
         return self._finite_sum / self._finite_count
 
     def values(self) -> list[Entry]:
-        """All values that are kept, as pairs (value, iteration), the oldest first."""
+        """The values that are kept, as pairs (value, iteration), the oldest first."""
         return list(self._data)
 
     def tail(self, window_size: int) -> list[Entry]:
@@ -97,7 +97,7 @@ class HistoryBuffer:
         return newest
 
     def since(self, iteration: int) -> list[Entry]:
-        """The pairs (value, iteration) after the last one older than ``iteration``."""
+        """The newest pairs (value, iteration), back to the last one before ``iteration``."""
         newest_first = []
         for entry in reversed(self._data):
             if entry[1] < iteration:
@@ -106,7 +106,7 @@ class HistoryBuffer:
         return newest_first[::-1]
 
     def recent(self, window_size: int) -> list[float]:
-        """The values of the last ``window_size`` iterations, up to the last value."""
+        """The values of the ``window_size`` iterations that end with the last value's."""
         _, last = self._data[-1]
         entries = self.since(last - window_size + 1)
         return _values(entries)
@@ -119,8 +119,8 @@ class HistoryBuffer:
         """The last 1000 values, and what the global average needs.
 
         Returns:
-            ``values`` (float64) and ``iterations`` (int64), tensors of one dimension,
-            and plain numbers.
+            ``values`` (float64) and ``iterations`` (int64) are tensors of one dimension, the other
+            items are plain numbers.
         """
         entries = self.tail(_MAX_SAVED)
         iterations = [iteration for _, iteration in entries]
@@ -134,7 +134,7 @@ class HistoryBuffer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace everything by what :meth:`state_dict` returned."""
+        """Replace all values by those that :meth:`state_dict` returned."""
         values = state_dict["values"].tolist()
         iterations = state_dict["iterations"].tolist()
         self.pending.clear()

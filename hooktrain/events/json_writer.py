@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON, for programs."""
+"""Metrics as lines of JSON, which programs read."""
 
 import json
 import logging
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class JSONWriter(ScalarWriter):
     """Appends metrics to a file, one JSON object a line, on the main process only.
 
-    A line has ``iteration`` and the metrics that :meth:`new_scalars` finds for it. A metric
-    that is put later gets another line. NaN and infinities are the strings ``"nan"``,
+    A line has the ``iteration`` and the metrics that :meth:`new_scalars` finds for it. A metric
+    that is put later gets another line. NaN and infinities are written as the strings ``"nan"``,
     ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads the file, and so does
     ``pandas.read_json(file, lines=True)``.
 
@@ -50,9 +50,9 @@ class JSONWriter(ScalarWriter):
             storage.file_sizes[self._path.name] = size
 
     def _append(self, text: bytes) -> int:
-        """Write all or nothing; gives the new size of the file."""
+        """Append all of the text or nothing, and return the new size of the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a buffer: one would write later what a full disk has refused.
+        # There is no buffer, since one would write later what a full disk has refused.
         with open(self._path, "ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -67,8 +67,8 @@ class JSONWriter(ScalarWriter):
     def rewind(self, iteration: int) -> None:
         """Remove what was written after the storage was saved, or from ``iteration`` on.
 
-        Incomplete lines are removed too. What the file has lost in a power cut stays
-        lost, and the log says so.
+        Incomplete lines are removed too. If a power cut has taken lines that were written before,
+        the log says so.
         """
         if not comm.is_main_process():
             return
@@ -98,9 +98,9 @@ class JSONWriter(ScalarWriter):
             logger.error(lost, self._path, len(data), saved_size, last)
 
     def _with_late_write(self, data: bytes, size: int, iteration: int) -> int:
-        """The saved size, with what was written later in the iteration that was saved.
+        """The saved size, and the line of the saved iteration if it was written after the save.
 
-        So it is where a checkpointer comes before the writers.
+        This happens where a checkpointer comes before the writers.
         """
         storage = get_event_storage()
         found = self.new_scalars(storage)
@@ -118,10 +118,10 @@ class JSONWriter(ScalarWriter):
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a file of :class:`JSONWriter`: a dict a line.
+    """Read a file of :class:`JSONWriter` into a list with a dict for each line.
 
-    NaN and infinities are floats again. Incomplete lines, as a killed run may leave, are
-    left out with a warning.
+    NaN and infinities become floats again. Incomplete lines, which a killed run may leave, are left
+    out with a warning.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -144,7 +144,7 @@ def _encode(line: dict[str, Any]) -> str:
 
 
 def _read_lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The complete lines of a file's data, each with what it says."""
+    """The complete lines in the data of a file, each with the dict that it holds."""
     texts = data.splitlines(keepends=True)
     for number, text in enumerate(texts, 1):
         try:

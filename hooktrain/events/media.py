@@ -1,4 +1,4 @@
-"""Images and histograms: checked, copied to the host, and queued for a writer."""
+"""Images and histograms, which are checked and copied to the host before a writer gets them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Histogram = dict[str, Any]  # the arguments of SummaryWriter.add_histogram_raw
 
 
 def new_image(name: str, array: Array, iteration: int) -> Image:
-    """A copy of an image in host memory; see :meth:`EventStorage.put_image`."""
+    """Copy an image to host memory; see :meth:`EventStorage.put_image`."""
     image = torch.as_tensor(array).detach()
     channels = image.shape[0] if image.dim() == 3 else 0
     if channels not in (1, 3):
@@ -26,7 +26,7 @@ def new_image(name: str, array: Array, iteration: int) -> Image:
 
 
 def new_histogram(name: str, array: Array, iteration: int, bins: int) -> Histogram:
-    """Count a tensor's elements; see :meth:`EventStorage.put_histogram`."""
+    """Count the elements of a tensor; see :meth:`EventStorage.put_histogram`."""
     tensor = torch.as_tensor(array).detach()
     values = tensor.cpu().double().numpy()  # host-device synchronisation
     counts, edges = np.histogram(values, bins)

@@ -1,4 +1,4 @@
-"""Lines about the state of the run, for people."""
+"""Lines about the state of the run, which people read."""
 
 import logging
 import time
@@ -16,19 +16,19 @@ _HIDDEN = ("eta_seconds", "rank_data_time")
 class CommonMetricPrinter(ScalarWriter):
     """Logs a line of losses, metrics, times and rates, on the main process only.
 
-    It leaves out smoothed metrics with a ``/`` in their names, but for losses and those
-    with ``[metric]``, and losses that equal the total loss. Results of evaluations have
-    their own lines.
+    It leaves out smoothed metrics with a ``/`` in their names, except losses and names with
+    ``[metric]``. It also leaves out losses that equal the total loss. Results of evaluations have
+    lines of their own.
 
-    The remaining time, ``eta_seconds``, comes from the clock since the run's first line,
-    so it includes evaluations and saves.
+    The remaining time, ``eta_seconds``, is estimated from the time since the run's first line, so
+    it includes evaluations and saves.
 
     Args:
-        max_iter: where the run ends. The hook ``PeriodicWriter`` sets it.
+        max_iter: the iteration at which the run ends. The hook ``PeriodicWriter`` sets it.
         window_size: how many iterations to smooth over, at least 1.
 
     Attributes:
-        logger: what it logs to; a subclass may have another.
+        logger: the logger of the lines; a subclass may have another.
     """
 
     logger = logging.getLogger(__name__)
@@ -46,11 +46,11 @@ class CommonMetricPrinter(ScalarWriter):
         end = self.max_iter or 0
         is_running = storage.iter < end
         if is_running:
-            scalars.setdefault(storage.iter, {})  # also without metrics
+            scalars.setdefault(storage.iter, {})  # without metrics the line has the ETA
         for iteration, metrics in scalars.items():
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
-            for i in range(0, len(results), 2):  # more are too long for a terminal
+            for i in range(0, len(results), 2):  # a line of more would be too long
                 pair = results[i : i + 2]
                 text = "  ".join([head, *pair])
                 self.logger.info(text)
@@ -69,7 +69,7 @@ class CommonMetricPrinter(ScalarWriter):
     def _fields(
         self, storage: EventStorage, metrics: dict[str, float]
     ) -> tuple[list[str], list[str]]:
-        """What is shown, of training and of evaluations."""
+        """The texts to show: those of the training, and those of evaluations."""
         hints = storage.smoothing_hints()
         total = metrics.get("total_loss")
         shown: tuple[list[str], list[str]] = ([], [])
@@ -99,7 +99,7 @@ class CommonMetricPrinter(ScalarWriter):
 
 
 def _place(name: str) -> int:
-    """Its place in a line: losses first, then others, times, rates."""
+    """The place of a metric in a line: losses come first, then others, times, learning rates."""
     if is_loss(name):
         return 0
     if name in TIMES:

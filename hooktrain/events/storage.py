@@ -17,15 +17,19 @@ from hooktrain.utils.names import did_you_mean
 
 Scalar = float | np.generic | media.Array  # with one element
 
-_MAX_PENDING = 4096  # values of a metric that wait to be fetched
-_MAX_QUEUED = 64  # images or histograms that wait for a writer
+_MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
+_MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
 
 # The storages that this thread or task has entered, the innermost last.
 _entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", default=())
 
 
 def get_event_storage() -> "EventStorage":
-    """The storage of the innermost ``with storage:`` block, else a RuntimeError."""
+    """The storage of the innermost ``with storage:`` block.
+
+    Raises:
+        RuntimeError: outside of such a block.
+    """
     entered = _entered.get()
     if not entered:
         raise RuntimeError(
@@ -36,15 +40,15 @@ def get_event_storage() -> "EventStorage":
 
 
 def has_event_storage() -> bool:
-    """Whether there is one."""
+    """Whether this is inside of a ``with storage:`` block."""
     return bool(_entered.get())
 
 
 class EventStorage:
     """The metrics of a run, by name and iteration.
 
-    Putting never waits for a device. All tensors come in one transfer when somebody
-    reads, or when 4096 values of a metric wait.
+    Putting a value never waits for a device. All tensors come to the host in one transfer when
+    somebody reads a metric, or when 4096 values of a metric wait.
 
     Example::
 
@@ -57,10 +61,10 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration.
-        trainer: whose run this is.
-        info: plain values, saved too.
-        written: how many values of each metric each writer has written.
-        file_sizes: how many bytes the files of metrics have, by name.
+        trainer: the trainer whose run this is, or None.
+        info: plain values that are saved with the metrics.
+        written: by writer and by metric, how many values are written.
+        file_sizes: by name, the size of each file of metrics in bytes.
     """
 
     trainer: Any = None
@@ -72,8 +76,8 @@ class EventStorage:
         self.file_sizes: dict[str, int] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
-        self._tensors: list[Tensor] = []  # on a device, among what is pending
-        # detectron2's names, for writers.
+        self._tensors: list[Tensor] = []  # those on a device, among the pending values
+        # These are detectron2's names, which its users' writers read.
         self._vis_data: deque[media.Image] = deque(maxlen=_MAX_QUEUED)
         self._histograms: deque[media.Histogram] = deque(maxlen=_MAX_QUEUED)
 
@@ -89,9 +93,9 @@ class EventStorage:
         Args:
             name: the metric; the current :meth:`name_scope` is put before it.
             value: a number, or a tensor with one element, on any device.
-            smoothing_hint: whether writers show medians (of a noisy loss) or each value
-                (of an evaluation). The first call for a metric decides.
-            cur_iter: when it was measured; None is the current iteration.
+            smoothing_hint: whether writers show medians, as of a noisy loss, or each value, as of
+                an evaluation. The first call for a metric decides.
+            cur_iter: the iteration of the value; None is the current one.
 
         Raises:
             TypeError: if ``value`` is not one real number.
@@ -104,7 +108,7 @@ class EventStorage:
             history = HistoryBuffer()
             history.smoothing_hint = bool(smoothing_hint)
             self._histories[name] = history
-        # Numbers wait too: that takes less time.
+        # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:
             cur_iter = self.iter
         history.pending.append((value, cur_iter))
@@ -114,19 +118,22 @@ class EventStorage:
     def put_scalars(
         self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any
     ) -> None:
-        """:meth:`put_scalar` for several metrics, ``name=value``."""
+        """Call :meth:`put_scalar` for several metrics, given as ``name=value``."""
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
-        """Queue a copy of an image for the writers; waits for its device.
+        """Queue a copy of an image for the writers. This waits for the device of the image.
 
-        The last 64 are kept until they are written.
+        The last 64 images are kept until they are written.
 
         Args:
-            img_name: as for :meth:`put_scalar`.
-            img_tensor: of shape (1 or 3, height, width), else a ValueError; uint8 in
-                0..255, or floating point in 0..1.
+            img_name: the name, as for :meth:`put_scalar`.
+            img_tensor: the image, of shape (1 or 3, height, width). It is uint8 in 0..255, or
+                floating point in 0..1.
+
+        Raises:
+            ValueError: for another shape.
         """
         name = self._current_prefix + img_name
         image = media.new_image(name, img_tensor, self.iter)
@@ -135,22 +142,26 @@ class EventStorage:
     def put_histogram(
         self, hist_name: str, hist_tensor: media.Array, bins: int = 1000
     ) -> None:
-        """Queue a histogram for the writers, as :meth:`put_image` does.
+        """Queue a histogram for the writers, as :meth:`put_image` queues an image.
 
         Args:
-            hist_name: as for :meth:`put_scalar`.
-            hist_tensor: of any shape.
-            bins: how many intervals of equal width.
+            hist_name: the name, as for :meth:`put_scalar`.
+            hist_tensor: the values to count, of any shape.
+            bins: the number of intervals of equal width, at least 1.
 
         Raises:
-            ValueError: for no elements, one that is not finite, or ``bins`` below 1.
+            ValueError: for no elements, for infinity or NaN, or for ``bins`` below 1.
         """
         name = self._current_prefix + hist_name
         histogram = media.new_histogram(name, hist_tensor, self.iter, bins)
         self._histograms.append(histogram)
 
     def history(self, name: str) -> HistoryBuffer:
-        """The values of a metric."""
+        """The values of a metric.
+
+        Raises:
+            KeyError: if there is no such metric. The message suggests the most similar name.
+        """
         self._fetch_pending()
         if name not in self._histories:
             hint = did_you_mean(name, self._histories)
@@ -163,18 +174,18 @@ class EventStorage:
         return dict(self._histories)
 
     def latest(self) -> dict[str, Entry]:
-        """Each metric's last value and its iteration."""
+        """By metric, the last value and its iteration."""
         latest = {}
         for name, history in self.histories().items():
             latest[name] = history.tail(1)[0]
         return latest
 
-    # detectron2's names.
+    # These are detectron2's names, which its users' writers read.
     _history = property(histories)
     _latest_scalars = property(latest)
 
     def latest_iter(self, name: str) -> int | None:
-        """The iteration of a metric's last value, or None."""
+        """The iteration of a metric's last value; None if there is no such metric."""
         history = self._histories.get(name)
         if history is None:
             return None
@@ -183,7 +194,7 @@ class EventStorage:
         return iteration
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
-        """As :meth:`latest`, with medians where hinted."""
+        """By metric, the last value, or the median of the last iterations if its hint says so."""
         latest = self.latest()
         for name, history in self._histories.items():
             if history.smoothing_hint:
@@ -192,20 +203,20 @@ class EventStorage:
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """How many values the last ``window_size`` iterations have."""
+        """How many values of a metric the last ``window_size`` iterations have."""
         history = self.history(name)
         return len(history.recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:
-        """The hint of each metric."""
+        """By metric, whether writers should smooth it."""
         return {name: h.smoothing_hint for name, h in self._histories.items()}
 
     def clear_images(self) -> None:
-        """Forget the images."""
+        """Remove the images from the queue."""
         self._vis_data.clear()
 
     def clear_histograms(self) -> None:
-        """Forget the histograms."""
+        """Remove the histograms from the queue."""
         self._histograms.clear()
 
     def step(self) -> None:
@@ -214,12 +225,12 @@ class EventStorage:
 
     @property
     def iteration(self) -> int:
-        """Another name of ``iter``."""
+        """The current iteration, under another name."""
         return self.iter
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Put ``name/`` before the names inside the block."""
+        """Put ``name/`` before the names of metrics inside the block."""
         outer = self._current_prefix
         self._current_prefix = f"{outer}{name.rstrip('/')}/"
         try:
@@ -236,7 +247,7 @@ class EventStorage:
         _entered.set(_entered.get()[:-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration and the last 1000 values of each metric, no images."""
+        """The iteration and the last 1000 values of each metric, without images."""
         metrics = {}
         for name, history in self.histories().items():
             metrics[name] = history.state_dict()
@@ -249,7 +260,7 @@ class EventStorage:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace what is there by what :meth:`state_dict` gave."""
+        """Replace all metrics by those that :meth:`state_dict` returned."""
         histories = {}
         for name, state in state_dict["metrics"].items():
             history = HistoryBuffer()
@@ -262,7 +273,7 @@ class EventStorage:
         self._histories = histories
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
-        """The value as a float, or a copy of a tensor on a device."""
+        """The value as a float, or a copy of it where it is a tensor on a device."""
         if isinstance(value, Real | np.bool_):
             return float(value)
         if isinstance(value, np.ndarray):
@@ -281,7 +292,7 @@ class EventStorage:
         return scalar
 
     def _fetch_pending(self) -> None:
-        """Add what is waiting to the histories."""
+        """Add the pending values to the histories."""
         if self._tensors:
             self._fetch_tensors()
         for history in self._histories.values():
@@ -290,7 +301,7 @@ class EventStorage:
                 history.pending.clear()
 
     def _fetch_tensors(self) -> None:
-        """Replace the tensors that wait by their values, in one transfer."""
+        """Replace the pending tensors by their values, in one transfer."""
         device = self._tensors[0].device
         tensors = [tensor.to(device) for tensor in self._tensors]
         values = torch.stack(tensors).tolist()  # host-device synchronisation

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class TensorboardXWriter(ScalarWriter):
-    """Writes what is in the storage to an event file, on the main process only.
+    """Writes metrics, images and histograms to an event file, on the main process only.
 
-    Images and histograms are taken out of the storage. The file is made by the first
-    ``write()`` that has something to write. When a run resumes, TensorBoard hides what
-    earlier files have from that iteration on. After a kill, values between the last
-    write and the last checkpoint may be there twice.
+    Images and histograms are removed from the storage then. The first ``write()`` that has
+    something to write makes the file. When a run resumes, TensorBoard hides the values of earlier
+    files from that iteration on. After a kill, values between the last checkpoint and the last
+    write may be there twice.
 
     Args:
         log_dir: the folder for event files.
@@ -40,10 +40,12 @@ class TensorboardXWriter(ScalarWriter):
 
     @property
     def summary_writer(self) -> "SummaryWriter":
-        """Torch's own writer, for anything else: ``add_graph``, ``add_text``, ..."""
+        """Torch's writer, which has more methods, such as ``add_graph`` and ``add_text``."""
         from torch.utils.tensorboard import SummaryWriter
 
-        os.makedirs(self._log_dir, exist_ok=True)  # also if somebody has deleted it
+        os.makedirs(
+            self._log_dir, exist_ok=True
+        )  # somebody may have deleted the folder
         if self._open is None:
             self._open = SummaryWriter(self._log_dir, **self._arguments)
             # A file that follows a close() belongs to the same run.
@@ -54,7 +56,7 @@ class TensorboardXWriter(ScalarWriter):
         """Append what is new to the event file.
 
         Raises:
-            OSError: if the disk is full or fails; the next ``write()`` opens another file.
+            OSError: if the disk is full or fails. Then the next ``write()`` opens another file.
         """
         super().write()
         storage = get_event_storage()
@@ -62,12 +64,12 @@ class TensorboardXWriter(ScalarWriter):
         storage.clear_histograms()
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
-        """Append them, and what the storage has of images and histograms."""
+        """Append the metrics, and the images and histograms of the storage."""
         if scalars or storage._vis_data or storage._histograms:
             try:
                 self._send(storage, scalars)
             except OSError:
-                self._open = None  # its thread has ended
+                self._open = None  # the thread of torch's writer has ended
                 raise
 
     def _send(self, storage: EventStorage, scalars: Metrics) -> None:
@@ -84,13 +86,13 @@ class TensorboardXWriter(ScalarWriter):
         writer.flush()
 
     def rewind(self, iteration: int) -> None:
-        """Let TensorBoard hide what earlier files have at and after ``iteration``."""
+        """Let TensorBoard hide the values of earlier files from ``iteration`` on."""
         self.close()
         super().rewind(iteration)
         self._arguments["purge_step"] = iteration
 
     def close(self) -> None:
-        """Close the event file; ``write`` opens another."""
+        """Close the event file. The next ``write`` opens another one."""
         if self._open is not None:
             self._open.close()
             self._open = None

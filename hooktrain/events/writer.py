@@ -1,4 +1,4 @@
-"""What brings metrics out, and what every such writer has to remember."""
+"""The base classes of writers of metrics, and a writer for experiment trackers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,14 @@ from hooktrain.utils import comm
 
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
 
-# Of these the mean counts: an evaluation in between is part of it.
+# These metrics are smoothed by the mean, which includes evaluations in between.
 TIMES = ("time", "data_time")
 
 
 class EventWriter:
-    """Brings metrics from the current storage to a file, a screen or elsewhere.
+    """Writes metrics of the current storage to a file, a terminal or elsewhere.
 
-    Writers exist on every rank. A subclass has to define :meth:`write` only.
+    Every rank has its writers. A subclass has to define :meth:`write` only.
     """
 
     def write(self) -> None:
@@ -26,11 +26,11 @@ class EventWriter:
     def rewind(self, iteration: int) -> None:
         """Forget what was recorded at or after ``iteration``.
 
-        Called in the run's storage when the run starts (at 0) or resumes.
+        The run calls it inside of its storage when it starts (at 0) or resumes.
         """
 
     def close(self) -> None:
-        """Release what the writer holds, at the end of a run."""
+        """Release files and other resources, at the end of a run."""
 
 
 class ScalarWriter(EventWriter):
@@ -39,7 +39,7 @@ class ScalarWriter(EventWriter):
     A subclass defines :meth:`write_scalars`.
 
     Args:
-        name: of the writer; the storage keeps what it has written.
+        name: the name under which the storage keeps how much the writer has written.
         window_size: how many iterations to smooth over, where a metric's hint says so.
     """
 
@@ -49,7 +49,7 @@ class ScalarWriter(EventWriter):
         self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
 
     def write(self) -> None:
-        """Write what is new; after an error it still is."""
+        """Write the new values. After an error they are still new."""
         if comm.is_main_process():
             storage = get_event_storage()
             scalars = self.new_scalars(storage)
@@ -57,15 +57,15 @@ class ScalarWriter(EventWriter):
             self.mark_written(storage)
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
-        """Write what :meth:`new_scalars` has found, if anything."""
+        """Write the metrics that :meth:`new_scalars` has found; there may be none."""
         raise NotImplementedError
 
     def new_scalars(self, storage: EventStorage) -> Metrics:
-        """What is new, by iteration in increasing order, and by name.
+        """The new values, by iteration in increasing order, and by name.
 
-        Of a metric that is smoothed there is one value: the median, or the mean of times.
-        Of others all are there, but of those that are put at each iteration, such as a
-        learning rate, only the last.
+        A smoothed metric has one value: the median, or the mean of a time. Of other metrics all
+        new values are there. If such a metric is put at each iteration, like a learning rate, only
+        its last value is there.
         """
         found: Metrics = {}
         for name, history in storage.histories().items():
@@ -90,7 +90,7 @@ class ScalarWriter(EventWriter):
         return last_of_series
 
     def mark_written(self, storage: EventStorage) -> None:
-        """Remember that everything is written."""
+        """Remember that all values are written."""
         counts = {}
         for name, history in storage.histories().items():
             counts[name] = history.count
@@ -98,7 +98,7 @@ class ScalarWriter(EventWriter):
         storage.written[self._name] = counts
 
     def rewind(self, iteration: int) -> None:
-        """Go on after the last write before the storage was saved."""
+        """Continue after the last write before the storage was saved."""
         storage = get_event_storage()
         written = storage.written.get(self._name, {})
         self._counts = {}
@@ -107,7 +107,7 @@ class ScalarWriter(EventWriter):
 
 
 class FunctionWriter(ScalarWriter):
-    """Gives metrics to a function of an experiment tracker, on the main process only.
+    """Calls a function of an experiment tracker with the metrics, on the main process only.
 
     Example::
 
@@ -115,11 +115,11 @@ class FunctionWriter(ScalarWriter):
         FunctionWriter(wandb.log)
         FunctionWriter(mlflow.log_metrics)
 
-    After a kill, what came after the last checkpoint is given twice.
+    After a kill, the tracker gets the values after the last checkpoint twice.
 
     Args:
-        log: called as ``log(metrics, step=iteration)``, with a dict of floats by name, for
-            each iteration that has something new.
+        log: the function. It is called as ``log(metrics, step=iteration)``, with a dict of floats
+            by name, for each iteration that has new values.
         window_size: how many iterations to smooth over, at least 1.
     """
 
@@ -128,6 +128,6 @@ class FunctionWriter(ScalarWriter):
         self._log = log
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
-        """Call the function."""
+        """Call the function for each iteration."""
         for iteration, metrics in scalars.items():
             self._log(metrics, step=iteration)
