@@ -323,7 +323,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (
         lambda: inference_on_dataset(Net(), small().data_loader, None),
         ValueError,
-        "never ends, so build_test_loader",
+        "never ends; make one by build_test_loader",
     ),
     (lambda: EvalHook(10, {"acc": 1}), TypeError, "callable.*'acc'"),  # type: ignore[arg-type]
     (lambda: train(EvalHook(1, lambda: 0.5)), TypeError, "dict of results.*0.5"),  # type: ignore[arg-type, return-value]
@@ -332,7 +332,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (
         lambda: inference_on_dataset(Net(), DATA, lambda y, t: (y == t).mean()),
         ValueError,
-        "not a lambda, a def",
+        "not a lambda",
     ),
     (evaluate("ab", labels=[0, 1]), KeyError, "no 'label' .* mean 'labels'"),
     (

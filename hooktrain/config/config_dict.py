@@ -38,7 +38,7 @@ class ConfigDict(dict[Any, Any]):
         cfg = ConfigDict(train={"max_iter": 100})
         cfg.train.max_iter = 200
 
-    Keys that are names of dict's methods, such as ``items``, are read as ``cfg["items"]``.
+    A key that is the name of a method of dict, such as ``items``, is read as ``cfg["items"]``.
 
     Raises:
         AttributeError, KeyError: For a missing key; the message suggests the nearest one.
@@ -95,11 +95,11 @@ def to_config(value: Any) -> Any:
 
 
 def from_omegaconf(value: Any, resolve: bool = False) -> Any:
-    """A DictConfig or ListConfig of omegaconf as plain dicts and lists; others as they are.
+    """A DictConfig or ListConfig of omegaconf as plain dicts and lists; other values as they are.
 
     Args:
-        value: anything.
-        resolve: whether its references are replaced. They are written as ours are.
+        value: any value.
+        resolve: whether to replace references, which omegaconf writes in the same way.
     """
     kind = type(value)
     if kind.__module__ in ("omegaconf.dictconfig", "omegaconf.listconfig"):
@@ -109,7 +109,7 @@ def from_omegaconf(value: Any, resolve: bool = False) -> Any:
 
 
 def known_keys(container: Any) -> Sequence[Any]:
-    """The keys of a dict, the indices of a list or tuple, or nothing."""
+    """The keys of a dict or the indices of a list or tuple; other values have none."""
     kind = type(container)
     if kind in (dict, ConfigDict):
         return list(container)
@@ -127,16 +127,16 @@ def find_key(container: Any, part: str) -> Any:
 
 
 def dotted(path: Path) -> str:
-    """A path as it is written in a reference or an override."""
+    """A path in the form that references and overrides have."""
     return ".".join(map(str, path))
 
 
 def resolve(cfg: ConfigDict) -> ConfigDict:
     """Replace every reference in a config by what it names.
 
-    The config remembers how the references were written: `restore_references` puts them back, and
-    to resolve again follows them again. So call this after changing by hand what others refer to;
-    `LazyConfig.load` and `apply_overrides` call it.
+    The config remembers how the references were written. `restore_references` puts them back, and
+    `resolve` follows them again when it is called again. So call it after you have changed by hand
+    what others refer to. `LazyConfig.load` and `apply_overrides` call it too.
 
     Args:
         cfg: A whole config. It is changed.
@@ -148,7 +148,7 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
         ValueError: If a reference names nothing, or comes back to itself.
     """
     restore_references(cfg)
-    references = {}  # by path: as it is written, and what it names
+    references = {}  # by path: the text of the reference, and the value that it names
     for path, text in _references(cfg, ()):
         try:
             value = _resolved(cfg, path, text)
@@ -157,7 +157,7 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
             what = f"{where}: the reference {text!r}"
             raise ValueError(f"{what} goes round in a circle") from None
         references[path] = (text, value)
-    # All are followed before any is replaced.
+    # All references are followed before one is replaced.
     for path, (_, value) in references.items():
         _put(cfg, path, value)
     vars(cfg)["_references"] = references
@@ -172,7 +172,7 @@ def restore_references(cfg: ConfigDict) -> ConfigDict:
     """
     references = vars(cfg).pop("_references", {})
     for path, (text, value) in references.items():
-        # Something on the way may have been deleted.
+        # A dict or list on the way may have been deleted.
         with suppress(KeyError, IndexError, TypeError):
             if _at(cfg, path) == value:
                 _put(cfg, path, text)
@@ -202,14 +202,14 @@ def _put(cfg: ConfigDict, path: Path, value: Any) -> None:
     *above, key = path
     holder = _at(cfg, above)
     if isinstance(holder, dict):
-        # ConfigDict's own would copy a dict that two keys refer to.
+        # ConfigDict.__setitem__ would copy a dict that two keys refer to.
         dict.__setitem__(holder, key, value)
     else:
         holder[key] = value
 
 
 def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
-    """The value of a string with references, which is at a path."""
+    """The value of the string with references that is at a path."""
     follow = partial(_follow, cfg, path)
     whole = _REFERENCE.fullmatch(text)
     if whole:

@@ -27,7 +27,9 @@ from hooktrain.utils.names import call
 
 Keys = str | Sequence[str] | None
 
-_running: list[Path] = []  # the files that are being run, each loaded by the one before
+_running: list[
+    Path
+] = []  # the files that are running, each loaded by the one before it
 
 
 class LazyCall:
@@ -204,13 +206,13 @@ def _run(path: Path) -> ConfigDict:
     ) -> Any:
         if level == 0:
             return builtins.__import__(name, globals, locals, fromlist)
-        # As many dots as folders above the importing file.
+        # One dot is the folder of the importing file, and each further dot is one folder above.
         folder = Path(*path.parts[:-level])
         below = name.replace(".", "/")
         names = _run(folder / f"{below}.py")
         return SimpleNamespace(**names)
 
-    # The file's own copy of the builtins: only this file sees the other __import__.
+    # The file gets a copy of the builtins, so that no other file sees this __import__.
     own_builtins = {**vars(builtins), "__import__": import_}
     _running.append(path)
     try:

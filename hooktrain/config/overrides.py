@@ -16,7 +16,7 @@ from hooktrain.config.plain_data import dotted_lines, to_data
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.periods import EPOCHS
 
-# As command lines and JSON write what literal_eval knows as True, False and None.
+# Words of command lines and JSON that literal_eval does not know.
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "": ""}
 
 
@@ -82,7 +82,7 @@ def _apply(cfg: ConfigDict, override: str) -> None:
 
 
 def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
-    """The key of a dict or list that a part of a path means; + may name a new one."""
+    """The key of a dict or list that a part of a path means. With + it may be a new one."""
     container = None if isinstance(node, tuple) else node
     found = find_key(container, part)
     if found is not None:
@@ -90,7 +90,7 @@ def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
     if override.startswith("+") and isinstance(node, dict):
         return part
     hint = did_you_mean(part, known_keys(container))
-    # As total_batch_size of the loader for train.batch_size.
+    # The key may be elsewhere: batch_size is found in dataloader.train.total_batch_size.
     elsewhere = []
     for line in dotted_lines(to_data(cfg), ""):
         path, _, _ = line.partition(" = ")
@@ -98,7 +98,7 @@ def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
             elsewhere.append(path)
     if elsewhere:
         hint = f"; there is {', '.join(elsewhere)}"
-    # Elsewhere nobody would read what is added.
+    # What is added to a call is an argument of it. In other dicts nobody would read it.
     if "_target_" in known_keys(container):
         hint += " (a + before the key adds it)"
     raise KeyError(f"the override {override!r}: the config has no {part!r}{hint}")
@@ -111,7 +111,7 @@ def parse_value(text: str) -> Any:
     if lowered in _WORDS:
         return _WORDS[lowered]
     try:
-        # In brackets, so that 7#x is no 7 with a comment.
+        # In brackets, so that "7#x" is not taken for 7 with a comment.
         return ast.literal_eval(f"({word})")
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text

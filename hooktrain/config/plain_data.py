@@ -1,4 +1,4 @@
-"""A config as plain data: what JSON has, with dotted names for classes and functions."""
+"""A config as plain data, as JSON can write it, with dotted names for classes and functions."""
 
 import pkgutil
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 from hooktrain.config.config_dict import ConfigDict
 from hooktrain.utils.names import importable_name
 
-# How the text begins that is saved for what cannot be imported by a name.
+# The beginning of the text that is saved in place of an object that cannot be imported by name.
 NOT_SAVED = "NOT SAVED: "
 
 _SCALARS = (str, int, bool, float, type(None))
@@ -23,10 +23,10 @@ _SCALARS = (str, int, bool, float, type(None))
 def to_data(value: Any) -> Any:
     """A value as dicts with text keys, lists, texts, numbers, True, False and None.
 
-    Tuples become lists. A class or a function becomes its dotted name where that is understood,
-    as ``_target_`` and ``type``, and elsewhere a call that imports it. Partial functions, paths,
-    devices, ranges, dataclasses, and dicts with other keys become calls too; `instantiate` makes
-    them.
+    Tuples become lists. A class or a function becomes its dotted name under the keys ``_target_``
+    and ``type``, where a name is understood, and elsewhere a call that imports it. Partial
+    functions, paths, devices, ranges, dataclasses, and dicts with keys that are no texts become
+    calls too, which `instantiate` makes.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -46,7 +46,7 @@ def to_data(value: Any) -> Any:
                 items[field.name] = getattr(value, field.name)
         return _call_data(kind, **items)
     if isinstance(value, Enum | range | PurePath | torch.device):
-        # As pickle makes them again: what to call, and its arguments.
+        # pickle makes them in the same way: by a function and its arguments.
         reduced: Any = value.__reduce_ex__(2)
         target, args = reduced[:2]
         return _call_data(target, *args)
@@ -76,7 +76,7 @@ def _call_data(target: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _name(value: Any, separator: str) -> str:
-    """The module of a class or function, the separator, and its name there."""
+    """The module of a class or function and its name there, joined by the separator."""
     try:
         return separator.join(importable_name(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Judges models: running them over a data set, metrics of what they say, and expected results."""
+"""Evaluation: running a model over a data set, metrics of its outputs, and expected results."""
 
 from hooktrain.evaluation.evaluator import (
     DatasetEvaluator as DatasetEvaluator,

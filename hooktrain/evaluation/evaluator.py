@@ -41,7 +41,7 @@ class _Callbacks(NamedTuple):
 
 
 class DatasetEvaluator:
-    """Takes what it needs of each batch, and sums it up at the end.
+    """Collects what it needs of each batch, and computes its results at the end.
 
     Subclass it for a metric. :func:`inference_on_dataset` calls :meth:`reset` once,
     :meth:`process` with each batch, and :meth:`evaluate` at the end.
@@ -54,16 +54,16 @@ class DatasetEvaluator:
         """Take in one batch.
 
         Args:
-            inputs: what the data loader gave, on the device of the model.
-            outputs: what the model made of it.
+            inputs: the batch of the data loader, on the device of the model.
+            outputs: what the model returned for it.
         """
 
     def evaluate(self) -> Mapping[str, Any] | None:
-        """Sum up all batches, of all ranks: every rank calls it.
+        """Compute the results of all batches. Every rank calls it, so it may be collective.
 
         Returns:
-            Metrics by task, such as ``{"classification": {"accuracy": 99.0}}``. Give the same on
-            every rank if ranks decide by it, for example when to stop.
+            Metrics by task, such as ``{"classification": {"accuracy": 99.0}}``. Return the same on
+            every rank if the ranks decide something by them, such as when to stop.
         """
         return None
 
@@ -71,17 +71,17 @@ class DatasetEvaluator:
 class MetricEvaluator(DatasetEvaluator):
     """Evaluates by a metric of outputs and targets.
 
-    The targets of a batch are its last item, or what it has under ``target_key``.
+    The targets of a batch are its last item, or the item ``target_key`` of a dict.
 
     Args:
         metric: a function of outputs and targets that returns the mean over a batch. Its results
             are averaged over the samples of all ranks. Or an object with ``update(outputs,
-            targets)``, ``compute()`` and ``reset()``, such as those of torchmetrics, which bring
-            the ranks together by themselves.
-        target_key: of the targets in a batch that is a dict.
+            targets)``, ``compute()`` and ``reset()``, such as those of torchmetrics, which
+            communicate between the ranks by themselves.
+        target_key: the key of the targets in a batch that is a dict.
 
     Raises:
-        ValueError: for a lambda: the results have the function's name.
+        ValueError: for a lambda, since the result has the name of the function.
     """
 
     def __init__(self, metric: Any, target_key: str = "label") -> None:
@@ -89,7 +89,7 @@ class MetricEvaluator(DatasetEvaluator):
         self._name = getattr(metric, "__name__", kind)
         if self._name == "<lambda>":
             raise ValueError(
-                "a metric has the name of its function: not a lambda, a def"
+                "a metric has the name of its function: give a def, not a lambda"
             )
         self._metric = metric
         self._target_key = target_key
@@ -119,14 +119,14 @@ class MetricEvaluator(DatasetEvaluator):
         self._metric.update(outputs, targets)
 
     def evaluate(self) -> dict[str, Any]:
-        """The metric over all batches of all ranks, by its name. Collective."""
+        """The metric over the batches of all ranks, under its name. Collective."""
         result = self._metric.compute() if self._adds_up else self._mean()
         if isinstance(result, Mapping):
             return dict(result)
         return {self._name: result}
 
     def _mean(self) -> Any:
-        # The transfer waits for the device: a host-device synchronisation, once an evaluation.
+        # A host-device synchronisation, once an evaluation.
         own = (float(self._sum), self._count)
         sums, counts = zip(*comm.all_gather(own), strict=True)
         total = math.fsum(sums)
@@ -134,7 +134,7 @@ class MetricEvaluator(DatasetEvaluator):
 
 
 def targets_of(batch: Any, key: str) -> Any:
-    """The targets in a batch: the last item of a tuple or list, else what is under ``key``."""
+    """The targets in a batch: the last item of a tuple or list, or the item ``key`` of a dict."""
     if isinstance(batch, tuple | list):
         return batch[-1]
     if isinstance(batch, Mapping) and key not in batch:
@@ -147,8 +147,8 @@ class DatasetEvaluators(DatasetEvaluator):
     """Several evaluators as one.
 
     Args:
-        evaluators: each one gets every batch, in this order. One without ``process`` is a metric
-            for :class:`MetricEvaluator`.
+        evaluators: the evaluators, each of which gets every batch, in this order. An object
+            without ``process`` is a metric for :class:`MetricEvaluator`.
     """
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
@@ -171,10 +171,10 @@ class DatasetEvaluators(DatasetEvaluator):
             evaluator.process(inputs, outputs)
 
     def evaluate(self) -> dict[str, Any]:
-        """The results of all evaluators in one dictionary, on each rank those returned there.
+        """The results that the evaluators return on this rank, in one dictionary.
 
         Raises:
-            ValueError: two evaluators give results under one name.
+            ValueError: if two evaluators return results under the same name.
         """
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
@@ -197,46 +197,47 @@ def inference_on_dataset(
 ) -> dict[str, Any]:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
 
-    A model that owns its steps has its ``test_step`` called, any other is called itself, with
-    batches on its device. As in training, a dict whose keys are parameters of the model's
-    ``forward`` is given by keywords.
+    Batches are moved to the device of the model. If the model has a ``test_step``, that is called;
+    otherwise the model itself is called. As in training, a dict whose keys are parameters of the
+    model's ``forward`` is given by keywords.
 
-    A module is in evaluation mode meanwhile; afterwards, and after an error too, each of its
-    submodules is back in the mode it was in. A bar on the terminal shows the progress; where nobody
-    watches one, a line does, at most every five seconds.
+    A module is put into evaluation mode. Afterwards, also after an error, each of its submodules is
+    in its former mode again. A bar on the terminal shows the progress. Where nobody watches a
+    terminal, a line of the log does, at most every five seconds.
 
-    With several ranks each one calls this with its own share of the data, which may be empty. The
-    ranks of a sharded model compute together: those with fewer batches call it with stand-ins,
-    which the evaluator does not see.
+    Each rank calls this with its own share of the data, which may be empty. The ranks of a sharded
+    model compute together, so a rank with fewer batches calls it with stand-ins, which the
+    evaluator does not see.
 
-    An accelerator is waited for only at the end, so the total time is right.
+    The host waits for the accelerator only at the end, so only the total time is exact.
 
     Args:
-        model: a module, or any function of a batch. A function is called as it is: nothing is
-            put into evaluation mode, or moved.
-        data_loader: gives the batches once; without a length there is no ETA. Or several loaders
-            by name: one is evaluated after the other.
-        evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it; or
-            several of them in a list. None only measures the speed. For several loaders one for
-            all, or a dict by the same names.
-        callbacks: functions without arguments: ``on_start`` and ``on_end`` are called once,
+        model: a module, or any function of a batch. A function has no mode, and its batches are
+            not moved.
+        data_loader: gives the batches once. Without a length there is no ETA. It may also be a
+            dict of several loaders by name, which are evaluated one after the other.
+        evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it, or
+            a list of several of them. None only measures the speed. Several loaders share one, or
+            have a dict of evaluators by the same names.
+        callbacks: functions without arguments. ``on_start`` and ``on_end`` are called once,
             ``before_inference`` and ``after_inference`` around each call of the model.
         step: the method to call instead of the model, if the model has it: ``"val_step"`` during
             training, ``"test_step"`` afterwards. Or a function of the model and a batch, such as
             ``lambda model, batch: model(batch[0])``.
 
     Returns:
-        What the evaluator returned, or ``{}`` for nothing; for several loaders, that by name.
+        What the evaluator returned, or ``{}`` for None. For several loaders, a dict of these.
 
     Raises:
-        KeyError: there is no evaluator of a loader's name.
-        TypeError: ``data_loader`` is a data set, or a callback's name is unknown.
-        ValueError: the only rank got no batch, or the loader never ends.
+        KeyError: if there is no evaluator under the name of a loader.
+        TypeError: if ``data_loader`` is a data set, or if the name of a callback is unknown.
+        ValueError: if the only rank got no batch, or if the loader never ends.
     """
     if isinstance(data_loader, Mapping):
         if not isinstance(evaluator, Mapping):
             evaluator = dict.fromkeys(data_loader, evaluator)
-        each = {name: evaluator[name] for name in data_loader}  # fails before the first
+        # A name without an evaluator is an error before the first evaluation begins.
+        each = {name: evaluator[name] for name in data_loader}
         results = {}
         for name, own in each.items():
             logger.info("Evaluating %s:", name)
@@ -247,7 +248,7 @@ def inference_on_dataset(
     for part in (data_loader, getattr(data_loader, "sampler", None)):
         if getattr(part, "endless", False):
             raise ValueError(
-                f"data_loader never ends, so build_test_loader() it: {data_loader!r}"
+                f"data_loader never ends; make one by build_test_loader(): {data_loader!r}"
             )
     call = _Callbacks(**(callbacks or {}))
     if evaluator is None:
@@ -261,14 +262,14 @@ def inference_on_dataset(
         module = model
     inner = model
     if isinstance(model, DistributedDataParallel):
-        # Its own forward may exchange buffers, and would wait for ranks that have fewer batches.
+        # DDP's forward may exchange buffers, and would wait for ranks that have fewer batches.
         inner = model.module
     if callable(step):
         forward = partial(step, inner)
     else:
         forward = getattr(inner, step, None) or partial(call_model, inner)
     move = mover_to(module)
-    # Of the ranks that compute one batch together, the evaluator of the first sees it.
+    # If several ranks compute one batch together, only the first one's evaluator processes it.
     place = comm.get_rank() * comm.data_parallel_size()
     is_first = place % comm.get_world_size() == 0
     with inference_context(module), torch.no_grad():
@@ -295,7 +296,7 @@ def inference_on_dataset(
 def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any, bool]]:
     """The batches to call the model with, and whether each is one of this rank's.
 
-    Shows from time to time, and at the end, how long they take.
+    This shows the progress from time to time, and at the end how long it took.
     """
     start = last_line = time.perf_counter()
     total = length_hint(data_loader, -1)
@@ -342,7 +343,7 @@ def inference_context(model: nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
-        # For modules whose train() does more than set the flag, such as unmerging weights.
+        # train() of some modules does more than set the flag, such as unmerging weights.
         model.train(before)
         for module, mode in modes:
             module.training = mode
@@ -358,11 +359,11 @@ def computes_together(model: nn.Module) -> bool:
 
 
 def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """The batches of this rank, and then stand-ins for as long as another rank has batches.
+    """The batches of this rank, and then stand-ins as long as another rank has batches.
 
-    Each batch costs one exchange of one number, so that loaders need no length and may end at
-    different times. A stand-in is the rank's own last batch; a rank that has none gets the first
-    of another rank, which is pickled, so loaders should give tensors on the CPU.
+    For each batch the ranks exchange one number, so loaders need no length and may end at
+    different times. A stand-in is the rank's own last batch. A rank without any batch gets the
+    first one of another rank. It is pickled, so loaders should give tensors on the CPU.
 
     Yields:
         A batch, and whether it is one of this rank's, not a stand-in.

@@ -20,14 +20,13 @@ class ClassificationEvaluator(DatasetEvaluator):
     """Accuracy and loss of a classifier.
 
     Counts and the sum of losses stay on the device of the outputs until the end, so a batch costs
-    no host-device synchronisation. They are float64 (float32 on Apple's devices, which have no
-    other), as are the losses: how the data is cut into batches makes no difference except for
-    rounding.
+    no host-device synchronisation. They and the losses are float64 (float32 on Apple's devices,
+    which have nothing wider). So the division into batches changes the results by rounding only.
 
     Args:
-        class_names: one for each class, in the order of the logits.
+        class_names: the names of the classes, in the order of the logits.
         label_key: the key of the labels in a batch that is a dict. In a tuple they come last.
-        topk: for each k it is reported how often the label is among the k highest logits.
+        topk: for each k the results say how often the label is among the k highest logits.
     """
 
     def __init__(
@@ -44,8 +43,8 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        # The samples in each cell, label * C + prediction; how often the label is first,
-        # second, ... in the order of the logits; the sum of the losses.
+        # One vector holds the number of samples in each cell, label * C + prediction; then how
+        # often the label is first, second, ... in the order of the logits; then the sum of losses.
         cells = len(self._class_names) ** 2
         self._sizes = [cells, self._most, 1]
         self._sums = torch.zeros(sum(self._sizes), dtype=torch.float64)
@@ -59,7 +58,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             outputs: logits, shape (N, C).
 
         Raises:
-            ValueError: wrong shapes or types.
+            ValueError: for wrong shapes or types.
         """
         device = outputs.device
         classes = len(self._class_names)
@@ -73,7 +72,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         dtype = torch.float64
         if device.type == "mps":
             dtype = torch.float32
-        # Labels of another shape, or out of range, are errors of torch.
+        # torch refuses labels of another shape or out of range.
         losses = F.cross_entropy(outputs.to(dtype), labels, reduction="none")
         self._sums = self._sums.to(device, dtype)
         counts, ranked, loss = torch.split(self._sums, self._sizes)
@@ -87,16 +86,17 @@ class ClassificationEvaluator(DatasetEvaluator):
             ranked += hits.sum(0)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Sum up the batches of all ranks, and log a table of up to 100 classes. Collective.
+        """Compute the results of all ranks, and log a table of up to 100 classes. Collective.
 
         Returns:
             ``{"classification": {"accuracy": ..., "val_loss": ..., "mean_class_accuracy": ...}}``,
-            the same on every rank to the last bit, so that all of them can decide by it.
-            Accuracies are in percent; that of classes is averaged over those that occur.
-            ``val_loss`` is the mean cross entropy. For each ``topk`` there is an ``accuracy@k``.
+            which is the same on every rank to the last bit, so that all ranks can decide by it.
+            Accuracies are in percent. ``mean_class_accuracy`` is averaged over the classes that
+            occur. ``val_loss`` is the mean cross entropy. For each k of ``topk`` there is
+            ``accuracy@k``.
 
         Raises:
-            ValueError: on every rank, if there was no sample.
+            ValueError: on every rank, if no rank had a sample.
         """
         classes = len(self._class_names)
         # A host-device synchronisation, once an evaluation.
@@ -134,7 +134,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             "correct": correct.tolist(),
             "accuracy": by_class.tolist(),
         }
-        # Names stay as they are: "007" is not 7.
+        # Numbers are not parsed in the names, since "007" is not 7.
         formats = ("", ".0f", ".0f", ".2f")
         table = tabulate(columns, "keys", floatfmt=formats, disable_numparse=[0])
         logger.debug("Accuracy by class:\n%s", table)

@@ -13,7 +13,7 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
     """Log results so that they can be pasted into a spreadsheet.
 
     Each task gives three lines: its name, the names of its metrics, and their values. Numbers have
-    four decimals; whatever else is there is shown as it is.
+    four decimals, other values are shown as text.
 
     Args:
         results: what an evaluation returned: tasks with their metrics, or single values.
@@ -41,8 +41,8 @@ def verify_results(
         True
 
     Args:
-        expected: (task, metric, value, tolerance): the metric must be finite and differ from the
-            value by no more than the tolerance. Levels of nested results are joined by "/", as in
+        expected: tuples (task, metric, value, tolerance). The metric must be finite and differ from
+            the value by at most the tolerance. Levels of nested results are joined by "/", as in
             ("ema/classification", "accuracy", 99.0, 0.5).
         results: what the evaluation returned.
 
@@ -50,8 +50,8 @@ def verify_results(
         True.
 
     Raises:
-        ValueError: an expectation is not met, or its metric is missing; lists all such, and shows
-            the results.
+        ValueError: if an expectation is not met or its metric is missing. The message lists all
+            such expectations, and the results.
     """
     flat = flatten_results_dict(results)
     failures = []
@@ -62,7 +62,7 @@ def verify_results(
             continue
         found = flat[name]
         difference = abs(float(found) - value)
-        # Written so that anything not finite, on either side, fails.
+        # Written in this form, a NaN or infinity on either side is a failure.
         if not difference <= tolerance < math.inf:
             wanted = f"expected {value!r} with a tolerance of {tolerance!r}"
             failures.append(f"{name} is {found!r}, {wanted}")
@@ -75,7 +75,7 @@ def verify_results(
 
 
 def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn nested dictionaries into one, whose keys join those of the levels by "/".
+    """Turn nested dictionaries into a flat one, whose keys are the nested keys joined by "/".
 
     Example:
         >>> flatten_results_dict({"bbox": {"AP": 40.0}, "seconds": 3})
