@@ -295,7 +295,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: stream(epochs=3), TypeError, "keyword argument 'epochs'"),
     (lambda: stream(num_worker=2), TypeError, "did you mean 'num_workers'"),
     (lambda: small(9), WARNING, "total_batch_size=9 is more than the 6 samples"),
-    (lambda: train(data=iter(DATA[:2])), ValueError, "starts only once"),
+    (lambda: train(data=iter(DATA[:2])), ValueError, "only once"),
     (lambda: train(data=[x.to(torch.uint8) for x in DATA]), RuntimeError, "same dtype"),
     (lambda: train(model=Captions(), data=[{"x": 1}]), TypeError, "None.*need labels"),
     (

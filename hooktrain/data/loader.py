@@ -30,7 +30,8 @@ from hooktrain.utils.workers import start_workers
 logger = logging.getLogger(__name__)
 
 _DECIDED = (
-    "(total_batch_size, seed and sampler decide what is in a batch, so no option may)"
+    "(total_batch_size, seed and sampler decide on the batches; without a sampler the data is "
+    "shuffled)"
 )
 
 # A position in the stream of all ranks, and the index of the sample there.
