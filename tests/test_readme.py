@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from equality import assert_same_end
 from gloo import run_ranks
 from hooktrain.data import build_train_loader
 from hooktrain.data.batches import Batches
@@ -71,6 +72,17 @@ def test_the_program_of_the_readme_goes_on_when_started_again(tmp_path: Path) ->
     final = (output / "model_final.pth").read_bytes()
     run(tmp_path, program)
     assert (output / "model_final.pth").read_bytes() == final
+
+
+def test_two_fresh_runs_of_the_readmes_program_agree_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    (program,) = programs(README)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for i, folder in enumerate(folders):
+        folder.mkdir()
+        run(folder, f"import torch; torch.manual_seed({i})\n{program}")
+    assert_same_end(*(folder / "output" / "readme" for folder in folders))
 
 
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
