@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ from hooktrain.solver.build import scale_lr
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy.base import Compile
-from hooktrain.utils import comm, names
+from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath, on_disk
@@ -41,8 +42,6 @@ State = dict[str, Any]
 Renames: TypeAlias = Sequence[tuple[str, str]]
 # A function that changes a checkpoint before it is written, or after it was read.
 Callback: TypeAlias = Callable[[State], object] | None
-
-_NOT_CALLED = {"_setup_env": "override setup()"}
 
 
 class BaseStrategy(strategy.BaseStrategy):
@@ -87,15 +86,11 @@ class BaseStrategy(strategy.BaseStrategy):
         dispatch_kwargs: what :meth:`prepare` got to know about the run.
 
     Raises:
-        TypeError: for an unknown name in ``env_kwargs``; when a subclass is defined that
-            overrides what nothing calls here.
+        TypeError: for an unknown name in ``env_kwargs``.
     """
 
     optim_wrapper: Wrappers
     param_schedulers: Schedulers
-
-    def __init_subclass__(cls) -> None:
-        names.refuse_overrides(cls, _NOT_CALLED)
 
     def __init__(
         self,
@@ -121,10 +116,15 @@ class BaseStrategy(strategy.BaseStrategy):
         """As the base class does; then log as ``log_kwargs`` asks for."""
         if self._is_set_up:
             return
-        super().setup()
+        self._setup_env(**self._env_kwargs)
         self.timestamp = comm.broadcast(self.timestamp)
         if self._log_kwargs is not None:
             self.build_logger(**self._log_kwargs)
+
+    def _setup_env(self, **env_kwargs: Any) -> None:
+        self.environment = replace(self.environment, **_settings(env_kwargs))
+        self.launcher = self.environment.launcher or self.launcher
+        super().setup()
 
     @property
     def seed(self) -> Any:

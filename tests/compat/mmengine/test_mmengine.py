@@ -173,7 +173,6 @@ def test_what_a_model_overrides_around_its_forward_is_called_in_each_step() -> N
         (Hook, "before_save_checkpoint", "state_dict"),
         (AmpOptimWrapper, "_clip_grad", r"override clip_gradients\(\)"),
         (DefaultOptimWrapperConstructor, "_validate_cfg", r"override add_params\(\)"),
-        (SingleDeviceStrategy, "_setup_env", r"override setup\(\)"),
     ],
 )
 def test_an_override_that_nothing_would_call_is_refused_when_the_class_is_defined(

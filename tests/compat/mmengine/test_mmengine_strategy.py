@@ -37,6 +37,7 @@ TOY = {"type": "StrategyToy"}
 STEP = {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False}
 ORDER = [
     "setup",
+    "_setup_env",
     "_setup_distributed",
     "_set_randomness",
     "build_model",
@@ -109,9 +110,14 @@ def test_what_a_subclass_saves_and_loads_by_is_called(tmp_path: Path) -> None:
     assert calls == loading[:1]
 
 
-def test_setting_up_is_overridden_in_one_method() -> None:
-    with pytest.raises(TypeError, match=r"setup\(\)"):
-        called(SingleDeviceStrategy, ["_setup_env"], [])
+def test_a_subclass_may_change_the_environment(tmp_path: Path) -> None:
+    class Seeded(SingleDeviceStrategy):
+        def _setup_env(self, **env_kwargs: Any) -> None:
+            super()._setup_env(**{**env_kwargs, "randomness": {"seed": 9}})
+
+    own = Seeded(work_dir=tmp_path, device="cpu", env_kwargs={"seed": 3})
+    own.setup()
+    assert own.seed == torch.initial_seed() == 9
 
 
 def test_a_model_is_built_of_its_configuration(made: SingleDeviceStrategy) -> None:
