@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class HookBase:
-    """What happens around the steps of a trainer.
+    """Something that happens around the steps of a trainer.
 
-    A hook overrides the events that it needs::
+    A subclass overrides the events that it needs::
 
         hook.before_train()
         for iter in range(start_iter, max_iter):
@@ -41,14 +41,14 @@ class HookBase:
             hook.after_step()
         hook.after_train()
 
-    Register it on every rank; one of the main process alone must call no collective.
+    Register a hook on every rank. One that only the main process has must not call collectives.
 
     Attributes:
-        trainer: a weak proxy of the trainer, set by ``register_hooks``.
-        key: its name in checkpoints; None is its class.
-        on_every_rank: whether all ranks have it. Known in ``before_train``.
-        needs_every_rank: whether it calls collectives: then some ranks alone cannot train
-            with it.
+        trainer: a weak proxy of the trainer. ``register_hooks`` sets it.
+        key: the hook's name in checkpoints; None takes the name of its class.
+        on_every_rank: whether all ranks have the hook. It is known from ``before_train`` on.
+        needs_every_rank: whether the hook calls collectives. A run refuses such a hook if only
+            some ranks have it.
     """
 
     trainer: Any = None
@@ -72,13 +72,13 @@ class HookBase:
         """Called after each iteration."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, in tensors and plain types."""
+        """The state that a resumed run needs, in tensors and plain types."""
         return {}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned."""
         logger.warning(
-            "%s saves state but has no load_state_dict: it starts anew",
+            "%s saves a state but has no load_state_dict, so it starts anew",
             type(self).__qualname__,
         )
 
@@ -86,26 +86,27 @@ class HookBase:
 class TrainerBase:
     """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
 
-    Each iteration seeds the random generators from the seed, its number and the rank.
+    The methods ``before_train``, ``before_step``, ``after_backward``, ``after_step`` and
+    ``after_train`` are the events of the hooks. A subclass that has something to do at one of
+    them overrides it and calls ``super()``.
 
-    A subclass that has something to do at the events of a run overrides them and calls
-    ``super()``: they are those of the hooks, under the same names.
+    Before each iteration the loop seeds the random generators, by a function of the seed, the
+    iteration and the rank. So any iteration can be computed again.
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
-        done: the number of finished iterations, with the current one from its
-            ``after_step`` on.
+        done: the number of finished iterations. In ``after_step`` the current one is finished.
         start_iter: the first iteration of the run.
-        max_iter: where the run ends, exclusive. An early stop lowers it.
-        succeeded: whether the run came to its end, early or not, and nothing failed. The
-            events keep it true as well, for loops that call them without ``train``.
-        epoch_length: the iterations of an epoch, if known.
-        seed: of the random numbers; None takes ``torch.initial_seed()``.
-        storage: takes the metrics.
-        stop_reason: why the run ends early, once all ranks know.
-        sync_period: the iterations between two exchanges of the ranks.
-        meta: plain values for every checkpoint, such as the configuration.
-        state_parts: the parts of the state that can be loaded alone.
+        max_iter: the iteration that the run ends before. An early stop lowers it.
+        succeeded: whether the run came to its end, early or not, and nothing failed. The events
+            set it, so it is also true in loops that call them without ``train``.
+        epoch_length: the number of iterations of an epoch, if it is known.
+        seed: the seed of the run's random numbers; None takes ``torch.initial_seed()``.
+        storage: holds the metrics.
+        stop_reason: why the run ends early, once all ranks know it.
+        sync_period: the number of iterations from one exchange of the ranks to the next.
+        meta: plain values that each checkpoint holds, such as the configuration.
+        state_parts: the names of the parts of the state that can be loaded alone.
     """
 
     state_parts: ClassVar[frozenset[str]] = frozenset(
@@ -156,9 +157,10 @@ class TrainerBase:
             max_epochs: in place of ``max_iter``, counted from iteration 0.
 
         Raises:
-            ValueError: without one end after the start, or for epochs of unknown length.
-            RuntimeError: inside of ``train``; after a run that broke off inside an
-                iteration, without ``start_iter``.
+            ValueError: if there is no end after the start, or if epochs are asked for and their
+                length is not known.
+            RuntimeError: if a hook or an evaluation calls it; or without ``start_iter``, if the
+                last run broke off inside an iteration.
         """
         if self._begun is not None:
             raise RuntimeError("train() is running: no hook or evaluation can call it")
@@ -181,7 +183,9 @@ class TrainerBase:
                 self._run_iterations()
             except BaseException as error:
                 self._end_failed_run(error)
-                if isinstance(error, StopIteration):  # the end of a loop around this?
+                if isinstance(
+                    error, StopIteration
+                ):  # a loop around this would just end
                     raise RuntimeError(
                         f"StopIteration in iteration {self.iter}: what a step reads has ended"
                     ) from error
@@ -191,11 +195,11 @@ class TrainerBase:
 
     def _run_iterations(self) -> None:
         self.synchronize()  # a hook may have asked for a stop
-        self._broke_off = True  # until the end
+        self._broke_off = True  # until the last iteration has ended
         for iteration in range(self.start_iter, self.max_iter):
             if self.stop_reason is not None and self.can_save:
                 self.max_iter = iteration
-                self.synchronize()  # for what is left of the period
+                self.synchronize()  # of the iterations since the last exchange
                 break
             self.iter = iteration
             self.before_step()
@@ -210,7 +214,7 @@ class TrainerBase:
             logger.debug("Exception during training:", exc_info=True)
         try:
             self.after_train()
-        except BaseException:  # must not hide the first error
+        except BaseException:  # it must not hide the first error
             logger.exception("Exception while ending the failed run:")
 
     def before_train(self) -> None:
@@ -231,7 +235,7 @@ class TrainerBase:
         self.succeeded = self.start_iter >= self.max_iter
 
     def _agree(self) -> None:
-        """Take the main process's values; find the hooks that all ranks have."""
+        """Take the main process's values, and find out which hooks all ranks have."""
         self._rank = comm.data_parallel_rank()
         if self.seed is None:
             self.seed = torch.initial_seed()
@@ -255,7 +259,7 @@ class TrainerBase:
             hook.before_step()
 
     def run_step(self) -> None:
-        """One iteration. A subclass defines it, and calls :meth:`after_backward`."""
+        """Make one iteration. A subclass defines it, and calls :meth:`after_backward`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define run_step")
 
     def after_backward(self) -> None:
@@ -278,7 +282,7 @@ class TrainerBase:
         self.succeeded = self.is_last
 
     def after_train(self) -> None:
-        """Call every hook whose ``before_train`` ran; the first error wins."""
+        """Call every hook whose ``before_train`` ran, and raise the first error."""
         if self.succeeded:
             self.iter = self.max_iter
         self.storage.iter = self.iter
@@ -288,7 +292,7 @@ class TrainerBase:
         for hook in begun:
             try:
                 hook.after_train()
-            except BaseException as error:  # also sys.exit() and Ctrl-C
+            except BaseException as error:  # sys.exit() and Ctrl-C too
                 self.succeeded = False  # for the hooks that follow
                 if first is None:
                     first = error
@@ -302,10 +306,10 @@ class TrainerBase:
     # What hooks ask for.
 
     def request_stop(self, reason: str) -> None:
-        """Ask for an early end of the run, on any rank.
+        """Ask for an early end of the run. Any rank may call it.
 
-        One process stops after this iteration, several at the next exchange, none inside an
-        accumulation.
+        A single process stops after this iteration, and several ranks stop at their next
+        exchange. An open gradient accumulation is completed first.
         """
         if self._stop_request is None:
             logger.info("Stop requested at iteration %d: %s", self.iter, reason)
@@ -314,29 +318,29 @@ class TrainerBase:
             self.stop_reason = self._stop_request
 
     def raise_later(self, error: BaseException) -> None:
-        """Raise an error when all hooks have seen this iteration. On all ranks or none."""
+        """Raise an error after all hooks have seen this iteration. Call it on all ranks."""
         self._late_error = self._late_error or error
 
     def tolerate_losses(self) -> None:
-        """Allow this iteration infinite or NaN losses, before its update. On all ranks."""
+        """Let the losses of this iteration be infinite or NaN. Call it on all ranks."""
         self._losses.tolerate(self.iter)
 
     def synchronize(self) -> None:
-        """Exchange metrics and requests, and check the losses. A collective."""
+        """Exchange metrics and requests to stop, and check the losses. A collective."""
         if comm.get_world_size() > 1:
             rank = self._losses.exchange(self.done, self._stop_request is not None)
             if rank >= 0 and self.stop_reason is None:
                 self.stop_reason = comm.broadcast(self._stop_request, rank)
-                logger.info("Stopping, as rank %d asked: %s", rank, self.stop_reason)
+                logger.info("Stopping, since rank %d asks: %s", rank, self.stop_reason)
         self._losses.check(self.done)
 
     def prepare_save(self) -> None:
-        """Check that all is finite, on every rank, before a save. A collective.
+        """Check before a save that everything is finite on every rank. A collective.
 
-        :meth:`state_dict` does not look again in this iteration.
+        The next :meth:`state_dict` of this iteration does not look at the weights again.
 
         Raises:
-            FloatingPointError: on every rank, if a loss or a weight of any rank is not finite.
+            FloatingPointError: on all ranks, if a loss or a weight of any rank is not finite.
         """
         if comm.get_world_size() > 1:
             self.synchronize()
@@ -352,18 +356,18 @@ class TrainerBase:
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint would now hold all that a run needs."""
+        """Whether a checkpoint would now hold everything that a resumed run needs."""
         return True
 
     # The state.
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, in tensors and plain types.
+        """The state that a resumed run needs, in tensors and plain types.
 
-        ``iteration`` is the last finished one, -1 before the first.
+        ``iteration`` is the last finished iteration, and -1 before the first.
 
         Raises:
-            FloatingPointError: if a loss was not finite, or weights are not.
+            FloatingPointError: if a loss was not finite, or if weights are not.
         """
         if not self._is_checked:
             self.check_finite()
@@ -395,16 +399,16 @@ class TrainerBase:
         """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown part, or a hook that is not registered.
+            ValueError: for an unknown part, or for the state of a hook that is not registered.
         """
         parts = self._chosen(only)
-        # Other ranks than the main process may have fewer hooks.
+        # The state is the main process's, and other ranks may have fewer hooks.
         if "hooks" in parts and comm.is_main_process():
             hooks = self._named_hooks()
             lost = [key for key in state_dict.get("hooks", {}) if key not in hooks]
             if lost:
                 raise ValueError(
-                    f"the checkpoint has state of hooks that are not registered: {lost}; "
+                    f"the checkpoint has states of hooks that are not registered: {lost}; "
                     f"there are {list(hooks)}. Register them, or load other parts only"
                 )
 
@@ -421,13 +425,13 @@ class TrainerBase:
         """Load what :meth:`state_dict` returned, so that ``train`` goes on after it.
 
         Args:
-            state_dict: the state, or that of detectron2's trainers. Missing parts are left
-                unchanged.
-            only: the parts to load, of :attr:`state_parts`; None loads all of them. Without
+            state_dict: the state. That of detectron2's trainers is accepted too. Missing parts
+                are left unchanged.
+            only: those of :attr:`state_parts` to load; None loads all of them. Without
                 ``"hooks"`` schedules begin anew.
 
         Raises:
-            ValueError: as :meth:`check_state_dict`, before anything is changed.
+            ValueError: if :meth:`check_state_dict` refuses the state. Nothing is changed then.
         """
         self.check_state_dict(state_dict, only=only)
         parts = self._chosen(only)
@@ -465,23 +469,26 @@ class TrainerBase:
         before: HookReference = None,
         after: HookReference = None,
     ) -> None:
-        """Add hooks, to run in this order. During a run their ``before_train`` is called.
+        """Add hooks behind those that are there. They run in the order of the list.
+
+        During a run their ``before_train`` is called at once.
 
         Args:
-            hooks: the hooks; None entries are left out.
-            before: place them before this hook: an object, a class or a key.
-            after: or after this one.
+            hooks: the hooks; entries that are None are left out.
+            before: a registered hook, its class or its key. The new hooks run before it.
+            after: the same, to let them run after it.
 
         Raises:
-            TypeError: for what is no hook.
-            ValueError: if ``before`` or ``after`` is not there, or a hook has a trainer.
+            TypeError: if an entry is no hook.
+            ValueError: if there is no hook ``before`` or ``after``, or if a new one is registered
+                already.
         """
         index = len(self._hooks)
         if before is not None:
             index = self._indices(before)[0]
         elif after is not None:
             index = self._indices(after)[-1] + 1
-        # A cycle of strong references would keep the model's memory.
+        # A cycle of strong references would keep the model's memory until Python finds it.
         me = weakref.proxy(self)
         for hook in as_list(hooks, HookBase, "hooks"):
             if hook is None:
@@ -494,7 +501,7 @@ class TrainerBase:
                 )
             warn_of_events(hook)
             hook.trainer = me
-            # A new list: a loop may be going over the old one.
+            # It is a new list, since a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]
             index += 1
             if self._begun is not None:
@@ -502,7 +509,7 @@ class TrainerBase:
                 self._begun.append(hook)
 
     def _indices(self, wanted: HookReference) -> list[int]:
-        """Where this hook is, or those of this class or key."""
+        """The places of this hook, or of the hooks of this class or key."""
         named = self._named_hooks()
         found = []
         for index, (key, hook) in enumerate(named.items()):
@@ -513,7 +520,7 @@ class TrainerBase:
         return found
 
     def _named_hooks(self) -> dict[str, HookBase]:
-        """The hooks by name: the key or the class, then ``#1``, ``#2``."""
+        """The hooks by their keys or classes. Further ones get ``#1``, ``#2`` behind the name."""
         named: dict[str, HookBase] = {}
         for hook in self._hooks:
             name = first = hook.key or type(hook).__qualname__
@@ -525,7 +532,7 @@ class TrainerBase:
         return named
 
     def describe_hooks(self) -> str:
-        """The hooks in order, with their events."""
+        """A text with a line for each hook, in order, that names the events it overrides."""
         lines = []
         for key, hook in self._named_hooks().items():
             own = []
