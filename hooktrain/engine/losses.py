@@ -1,4 +1,4 @@
-"""The losses of the steps: recorded, checked, and brought together across ranks."""
+"""How the losses of the steps are recorded, checked, and averaged over the ranks."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,9 +15,9 @@ from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.names import is_loss
 
-# What the errors of numbers that are not finite advise.
+# Advice for errors about numbers that are not finite.
 WHERE_IT_BEGINS = (
-    "To see where it begins, resume inside of torch.autograd.set_detect_anomaly(True), "
+    "To see where it begins, resume inside torch.autograd.set_detect_anomaly(True), "
     'or as in docs/guide.md, "When a run goes wrong"'
 )
 LOOK_AGAIN = f"hooks.SkipNonFinite() leaves such updates out. {WHERE_IT_BEGINS}"
@@ -26,12 +26,12 @@ LOOK_AGAIN = f"hooks.SkipNonFinite() leaves such updates out. {WHERE_IT_BEGINS}"
 class LossRecorder:
     """Records the losses of each step of a run, and checks that they are finite.
 
-    With several ranks they wait until :meth:`exchange` puts their means into the storage.
-    On the CPU of a single process a loss is checked before the update, elsewhere by
-    :meth:`check` at the end of a period, so that the host need not wait.
+    With several ranks the losses wait until :meth:`exchange` puts their means into the storage.
+    On the CPU of a single process a loss is checked before the update. Elsewhere :meth:`check`
+    does this at the end of a period, so that the host need not wait for the device.
 
     Args:
-        storage: takes the losses.
+        storage: gets the losses.
         iteration: the first iteration of the run.
     """
 
@@ -39,9 +39,11 @@ class LossRecorder:
         self._storage = storage
         self._alone = comm.get_world_size() == 1
         self._waiting = EventStorage()
-        self._data_times: dict[int, float] = {}  # by iteration; they wait too
-        self._columns: dict[str, int] = {}  # the names that all ranks know
-        # The iterations before these are exchanged, and checked.
+        self._data_times: dict[int, float] = {}  # by iteration; they wait, too
+        self._columns: dict[
+            str, int
+        ] = {}  # the places of the names that all ranks know
+        # All iterations before these have been exchanged, and checked.
         self._exchanged = iteration
         self._checked = iteration
         self._to_check: set[str] = set()

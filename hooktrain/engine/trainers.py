@@ -27,28 +27,29 @@ logger = logging.getLogger(__name__)
 
 
 class ModelTrainer(TrainerBase):
-    """What trainers with a step share: a model, its data and its optimizer.
+    """The base of trainers that have a model, its data and its optimizer.
 
     Args:
         model: the model, which is put into training mode.
         data_loader: an iterable of batches; see :class:`hooktrain.data.batches.Batches`.
         optimizer: a torch optimizer, an :class:`hooktrain.solver.OptimWrapper`, or a dict
-            of either.
-        gather_metric_period: the ranks exchange metrics every so many iterations, or every
-            ``"1 epoch"``. Until then they cannot be read.
-        zero_grad_before_forward: free the gradients before the forward pass, not after it.
-        async_write_metrics: check the losses at the end of a period, also where it is free
-            to check them before each update.
+            of several of either by name.
+        gather_metric_period: the ranks exchange their metrics every so many iterations, or
+            every ``"1 epoch"``. The metrics of a period cannot be read before.
+        zero_grad_before_forward: whether the gradients are freed before the forward pass; by
+            default they are freed after it.
+        async_write_metrics: whether losses are checked at the end of a period only, also where
+            it costs nothing to check them before each update.
 
     Attributes:
-        optim_wrapper: the wrapper; ``optimizer`` is the torch optimizer inside it.
-        updating: in ``after_backward``, the wrapper whose update comes next.
-        checkpointer: what saves and loads this trainer, if :func:`hooktrain.engine.build_trainer`
-            has made it; else None.
+        optim_wrapper: the wrapper of the optimizer; ``optimizer`` is the torch optimizer in it.
+        updating: the wrapper whose update comes next, for hooks in ``after_backward``.
+        checkpointer: saves and loads this trainer, if :func:`hooktrain.engine.build_trainer` has
+            made it; else None.
 
     Raises:
-        TypeError: for another model or optimizer.
-        ValueError: for a period below 1.
+        TypeError: if ``model`` is no module, or ``optimizer`` no optimizer.
+        ValueError: if the period is below 1.
     """
 
     state_parts: ClassVar[frozenset[str]] = TrainerBase.state_parts | {
@@ -68,7 +69,7 @@ class ModelTrainer(TrainerBase):
         async_write_metrics: bool = False,
     ) -> None:
         super().__init__()
-        log_size(model)  # refuses what is no model
+        log_size(model)  # it refuses what is no model
         self.optim_wrapper = self.updating = as_optim_wrapper(optimizer)
         self.optim_wrapper.name_parameters(model)
         length = length_hint(data_loader, 0)
@@ -91,12 +92,12 @@ class ModelTrainer(TrainerBase):
 
     @property
     def batches_per_step(self) -> int:
-        """How many batches of the loader an iteration takes."""
+        """The number of batches of the loader that an iteration takes."""
         return 1
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer. It can be replaced between two runs."""
+        """The torch optimizer. It can be replaced between two runs, not in one."""
         return self.optim_wrapper.optimizer  # type: ignore[no-any-return]
 
     @optimizer.setter
@@ -110,30 +111,30 @@ class ModelTrainer(TrainerBase):
 
     @data_loader.setter
     def data_loader(self, data_loader: Iterable[Any]) -> None:
-        # detectron2's name: next(self._data_loader_iter).
+        # The name is detectron2's; a run_step of yours may call next(self._data_loader_iter).
         self._data_loader_iter = Batches(data_loader)
 
     def reset_data_loader(
         self, data_loader_builder: Callable[[], Iterable[Any]]
     ) -> None:
-        """Replace the loader. The old one is freed first."""
+        """Replace the loader. The old one is freed before the new one is built."""
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
     def prepare_batch(self, data: Any) -> Any:
-        """Bring a batch to the model's device. Override it to do more."""
+        """Move a batch to the model's device. A subclass may do more."""
         return self._move(data)
 
     def before_train(self) -> None:
         """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
         super().before_train()
-        self._move = mover_to(self.model)  # which may have moved since the last run
+        self._move = mover_to(self.model)  # the model may have moved since the last run
         self._not_finite_before = non_finite(self.model.state_dict())
         wrappers = wrappers_by_name(self.optim_wrapper)
         self._first_versions = {name: versions(each) for name, each in wrappers.items()}
         if self.start_iter < self.max_iter:
-            # Last, since a loader may draw random numbers.
+            # It comes last, since a loader may draw random numbers as it starts.
             self._data_loader_iter.start()
 
     def after_step(self) -> None:
@@ -143,7 +144,7 @@ class ModelTrainer(TrainerBase):
             self._name_idle_optimizers()
 
     def _name_idle_optimizers(self) -> None:
-        """Warn of optimizers that made no step so far. Once a run."""
+        """Warn of optimizers that have made no step since the run began. Do so once a run."""
         wrappers = wrappers_by_name(self.optim_wrapper)
         for name, before in self._first_versions.items():
             warn_of_idle(wrappers[name], name, before)
@@ -205,16 +206,15 @@ class ModelTrainer(TrainerBase):
         self, state_dict: State, *, only: Collection[str] | None = None
     ) -> None:
         """Load what :meth:`state_dict` returned; see :meth:`TrainerBase.load_state_dict`."""
-        super().load_state_dict(
-            state_dict, only=only
-        )  # first, since it checks all parts
+        # The base class comes first, since it checks all parts before it loads its own.
+        super().load_state_dict(state_dict, only=only)
         parts = self._chosen(only)
         state = _flat(state_dict)
         if "data" in parts and "data" in state:
             self._data_loader_iter.load_state_dict(state["data"])
         if "optimizer" in parts:
             optimizer = dict(state["optimizer"])
-            # detectron2's AMPTrainer keeps it beside the optimizer's state.
+            # detectron2's AMPTrainer keeps the scaler beside the optimizer's state.
             if "grad_scaler" in state:
                 optimizer.setdefault("grad_scaler", state["grad_scaler"])
             if "hooks" not in parts:
@@ -228,10 +228,10 @@ def _flat(state_dict: State) -> dict[str, Any]:
 
 
 class SimpleTrainer(ModelTrainer):
-    """The training of one model, by one optimizer or several together.
+    """Trains a model that returns its losses.
 
-    An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch
-    and returns what :func:`hooktrain.model.losses.parse_losses` understands. For another
+    An iteration is one update, of ``accumulative_counts`` batches, by one optimizer or by several
+    together. The model takes a batch and returns what :func:`hooktrain.model.losses.parse_losses` understands. For another
     loss override :meth:`compute_loss`, for another step :meth:`run_step`.
 
     The arguments are those of :class:`ModelTrainer`.
@@ -239,7 +239,7 @@ class SimpleTrainer(ModelTrainer):
 
     @property
     def batches_per_step(self) -> int:
-        """As many as make one update."""
+        """The number of batches that make one update."""
         return self.optim_wrapper.accumulative_counts  # type: ignore[no-any-return]
 
     def run_step(self) -> None:
@@ -258,14 +258,21 @@ class SimpleTrainer(ModelTrainer):
             wrapper.after_backward = None
 
     def compute_loss(self, data: Any) -> Any:
-        """What the model returns for a batch, or for a dict of its arguments.
+        """The losses of a batch: here what the model returns for it.
 
         Override it for a loss that the model does not compute.
+
+        Args:
+            data: the batch, on the model's device. A dict may hold the model's arguments by name.
         """
         return call_model(self.model, data)
 
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
-        """One update's gradients; its mean losses, and the seconds spent on data."""
+        """Compute the gradients of one update.
+
+        Returns:
+            The means of the losses over its batches, and the seconds spent on data.
+        """
         wrapper = self.optim_wrapper
         count = wrapper.accumulative_counts
         wrapper.start_accumulation()
@@ -282,7 +289,7 @@ class SimpleTrainer(ModelTrainer):
             if batch == 0 and not self.zero_grad_before_forward:
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))
-            if count == 1:  # nothing to add up, so no copies
+            if count == 1:  # there is nothing to add up, so nothing is copied
                 return losses, data_time
             for name, value in losses.items():
                 part = value.detach() / count
@@ -290,7 +297,7 @@ class SimpleTrainer(ModelTrainer):
         return means, data_time
 
     def _before_update(self, losses: State, data_time: float) -> None:
-        """Call the hooks, then record the losses: a hook may tolerate one that is not finite."""
+        """Call the hooks, then record the losses, since a hook may tolerate a NaN among them."""
         self.updating = self.optim_wrapper
         self.after_backward()
         self._write_metrics(losses, data_time)
@@ -305,13 +312,15 @@ class SimpleTrainer(ModelTrainer):
         """Record the losses of an iteration, before its update.
 
         Args:
-            loss_dict: losses by name. Their sum becomes ``total_loss``, if none of them is.
-            data_time: seconds that the step waited for data.
-            prefix: put before each name.
+            loss_dict: losses by name. Their sum is recorded as ``total_loss``, unless one of
+                them has this name.
+            data_time: the seconds that the step waited for data.
+            prefix: is put before each name.
             iter: the iteration; None is the current one.
 
         Raises:
-            FloatingPointError: if the sum is not finite, where that is free to know.
+            FloatingPointError: if the sum is not finite. It is checked here only on the CPU of a
+                single process, where that costs nothing.
         """
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}
@@ -372,23 +381,23 @@ class AMPTrainer(SimpleTrainer):
 
 
 class StepTrainer(ModelTrainer):
-    """The training of a model with ``train_step(data, optim_wrapper)``.
+    """Trains a model that has a ``train_step(data, optim_wrapper)`` of its own.
 
-    An iteration is one call of it with one batch. The model decides what is updated, how
-    often and by which optimizer. It returns a dict of values to log, or None.
-    ``accumulative_counts`` counts calls of ``update_params``; the hooks'
-    ``after_backward`` runs in each update.
+    An iteration is one call of this method with one batch. The model decides what is updated,
+    how often and by which optimizer, and returns a dict of values to log, or None.
+    ``accumulative_counts`` counts calls of ``update_params``, and each update calls the hooks'
+    ``after_backward``.
 
     A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do,
     leaves the update to the trainer.
 
     The arguments are those of :class:`ModelTrainer`. Losses are checked after the update,
-    and always before a checkpoint. Gradients are not saved: a resumed run is exact if none
-    live from one step to the next.
+    and always before a checkpoint. Gradients are not saved: a resumed run is exact if no
+    gradient is carried over from one step to the next.
 
     Attributes:
         last_batch: the batch of the last step, for hooks.
-        last_outputs: the values to log that it returned.
+        last_outputs: the values to log that the last step returned.
     """
 
     last_batch: Any = None
@@ -396,14 +405,14 @@ class StepTrainer(ModelTrainer):
 
     @property
     def can_save(self) -> bool:
-        """Whether accumulated gradients are all used up: they are not saved."""
+        """Whether no accumulation is open. Accumulated gradients are not saved."""
         return all(wrapper.should_update() for wrapper in self._wrappers())
 
     def before_train(self) -> None:
-        """Begin the run, and prepare the wrappers. Gradients of an earlier step are dropped."""
+        """Begin the run, and prepare the wrappers. Gradients that are left over are dropped."""
         super().before_train()
-        # As in MMEngine, one update_params an iteration is taken for granted, so that the
-        # last update may have fewer passes. Of several optimizers it is not known.
+        # As in MMEngine, one call of update_params in each iteration is expected, so the last
+        # update may have fewer passes. With several optimizers nobody knows what to expect.
         done = getattr(self.optim_wrapper, "inner_count", 0)
         self.optim_wrapper.initialize_count_status(self.model, done, self.max_iter)
         self.optim_wrapper.zero_grad()
@@ -411,7 +420,7 @@ class StepTrainer(ModelTrainer):
             wrapper.after_backward = partial(self._before_update, wrapper)
 
     def run_step(self) -> None:
-        """One batch for the model's own step."""
+        """Give one batch to the model's own step, and record what it returns."""
         self._check_mode()
         start = time.perf_counter()
         self.last_batch = next(self._data_loader_iter)
@@ -444,16 +453,13 @@ class StepTrainer(ModelTrainer):
         return log_vars
 
     def after_train(self) -> None:
-        """Let go of the wrappers, and call the hooks.
-
-        A warning says if accumulated gradients made no update.
-        """
+        """Release the wrappers, and call the hooks. Warn of gradients that made no update."""
         for wrapper in self._wrappers():
             wrapper.after_backward = None
         if self.succeeded and not self.can_save:
             logger.warning(
-                "The run ended inside gradient accumulation: its last backward passes "
-                "made no update, and are lost"
+                "The run ended inside a gradient accumulation, so its last backward passes "
+                "made no update"
             )
         super().after_train()
 
