@@ -231,8 +231,9 @@ class SimpleTrainer(ModelTrainer):
     """Trains a model that returns its losses.
 
     An iteration is one update, of ``accumulative_counts`` batches, by one optimizer or by several
-    together. The model takes a batch and returns what :func:`hooktrain.model.losses.parse_losses` understands. For another
-    loss override :meth:`compute_loss`, for another step :meth:`run_step`.
+    together. The model takes a batch and returns what
+    :func:`hooktrain.model.losses.parse_losses` understands. For another loss override
+    :meth:`compute_loss`, for another step :meth:`run_step`.
 
     The arguments are those of :class:`ModelTrainer`.
     """
