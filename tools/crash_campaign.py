@@ -367,6 +367,11 @@ class Campaign:
             # Rows that a full disk refused, or that a run cut off before its pointer was damaged.
             if b"NOT WRITTEN" in said or b"METRICS ARE LOST" in said:
                 different = [path for path in different if not path.startswith(".rows")]
+            # A best model that a full disk refused: an earlier one stays the best that is there.
+            if b"the next best tries again" in said:
+                different = [
+                    path for path in different if ".BestCheckpointer." not in path
+                ]
             if different:
                 raise LostRunError(f"bent: {different[:3]}")
             if left := [
