@@ -54,9 +54,9 @@ class BaseStrategy(ABC):
         device: such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
         sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches
             of all ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
-        activation_checkpointing: the modules that compute again what the backward pass
-            needs, which takes less memory: classes or their names, such as ``["Block"]``,
-            or a function of name and module.
+        activation_checkpointing: the modules that compute their activations again in the
+            backward pass, which takes less memory: classes or their names, such as
+            ``["Block"]``, or a function of name and module.
         settings: arguments of :class:`Environment`, such as ``seed=0`` or
             ``backend="gloo"``.
 
@@ -88,7 +88,7 @@ class BaseStrategy(ABC):
         activation_checkpointing: WrapRule = (),
         **settings: Any,
     ) -> None:
-        # On one process nothing else would look at it.
+        # One process would never convert the model, and so never see a wrong name.
         if sync_bn not in (None, "torch"):
             raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.environment = Environment(**settings)
@@ -143,7 +143,7 @@ class BaseStrategy(ABC):
         if self._is_set_up:
             return
         settings = self.environment
-        if self.distributed:  # an earlier strategy may have shared the data otherwise
+        if self.distributed:  # an earlier strategy may have set other parts of the data
             comm.set_data_part(self.rank, self.world_size)
         self._join_processes()
         self.device = environment.choose_device(self._wanted_device)

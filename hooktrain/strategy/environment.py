@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# Fewer ranks all connect at first: then they hear at once of one that dies.
+# With fewer ranks all connect at the start, and so hear at once of one that dies.
 MANY = 128
 
 # Rank, rank on the machine, number of processes, number on the machine. The first row
@@ -148,10 +148,10 @@ def join_processes(
 ) -> None:
     """Join the other processes that the launcher has started. A collective.
 
-    Makes the default process group and one for each machine, and takes the accelerator
-    of the local rank as the current one. The process may open as many files as the
-    system lets it. Many ranks (:data:`MANY`) connect by gloo only where they talk. When
-    torchrun is killed, the process is killed with it (Linux).
+    This makes the default process group and one for each machine, and makes the
+    accelerator of the local rank the current one. The process may then open as many files
+    as the system lets it. More than :data:`MANY` ranks connect by gloo only where they
+    talk. When torchrun is killed, the process is killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -242,7 +242,8 @@ def leave_processes() -> None:
 def _let_go() -> None:
     """After an uncaught error, do not wait for what other ranks may never send.
 
-    The destructor of gloo does, at the end of the interpreter. So leave it out.
+    gloo's destructor waits for it at the end of the interpreter. A further reference keeps
+    the destructor from being called.
     """
     if hasattr(sys, "last_value"):
         pythonapi.Py_IncRef(py_object(dist.distributed_c10d._world.pg_map))

@@ -23,10 +23,10 @@ DIMENSIONS = ("replicate", "shard", "context", "tensor")
 class FSDPStrategy(BaseStrategy):
     """Each process holds a part of the model, of its gradients and of the optimizer.
 
-    By torch's ``fully_shard``, over all processes; see
-    :func:`hooktrain.model.sharding.shard_model`. The batch of each process is its own, as
-    with :class:`DDPStrategy`, and losses are the same. The model keeps its names and is
-    not wrapped, so that its checkpoints fit every other strategy.
+    torch's ``fully_shard`` shards the model over all processes; see
+    :func:`hooktrain.model.sharding.shard_model`. Each process has its own batch, as with
+    :class:`DDPStrategy`, and losses are the same. The model keeps its names and is not
+    wrapped, so that its checkpoints fit every other strategy.
 
     A model on the meta device, or one that ``deferred_init`` builds there, is initialised
     while it is sharded. Any other must fit the memory of one device until it is sharded.
@@ -38,8 +38,8 @@ class FSDPStrategy(BaseStrategy):
     before you build the loaders.
 
     Args:
-        wrap: module classes, or a function of name and module that chooses them: the
-            modules to bring together one at a time, such as ``{Block}``.
+        wrap: the modules whose parameters are brought together one module at a time:
+            classes such as ``{Block}``, or a function of name and module.
         mp_policy: the precision to compute and to exchange gradients in, such as
             ``dict(param_dtype="bfloat16", reduce_dtype="float32")``.
         offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
@@ -48,16 +48,16 @@ class FSDPStrategy(BaseStrategy):
         activation_checkpointing: see :class:`BaseStrategy`; True means those of ``wrap``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
         deferred_init: build the model of a LazyCall or function on the meta device.
-        saves_shards: a checkpoint should be a folder that each rank writes its part of,
-            instead of one file as with other strategies. Both are read in either case.
+        saves_shards: whether a checkpoint is a folder that each rank writes its part of,
+            or one file as with other strategies. Both are read in either case.
         mesh: how many ranks there are in the dimensions ``"replicate"``, ``"shard"``,
             ``"context"`` and ``"tensor"``. ``"shard"`` has those that the others leave.
             ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
         parallelize: a function of the model and the mesh, or its dotted name, called
-            before the model is sharded. It changes the model, or returns another:
-            torch's ``parallelize_module`` over ``mesh["tensor"]``, what is compiled or
-            computed again. It may call ``fully_shard`` itself, for the model and what is
-            in it: that is not done again then.
+            before the model is sharded. It changes the model, or returns another, by
+            torch's ``parallelize_module`` over ``mesh["tensor"]``; it may choose what is
+            compiled or computed again. If it calls ``fully_shard`` for the model or
+            modules in it, these are not sharded again.
         kwargs: see :class:`BaseStrategy`.
 
     Attributes:
