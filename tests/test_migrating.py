@@ -24,9 +24,9 @@ from hooktrain import (
     strategy,
 )
 from hooktrain.compat import detectron2, mmengine
+from hooktrain.compat.mmengine import registry
 from hooktrain.engine import hooks
-from hooktrain.solver import param_scheduler
-from hooktrain.utils import comm, env, logger, registry
+from hooktrain.utils import comm, env, logger
 from processes import run_program
 from toys import linear_trainer
 
@@ -108,7 +108,7 @@ def test_every_script_of_the_guide_is_valid_python(name: str) -> None:
 # Where a name in the tables' right column can be from, in this order.
 MODULES: list[ModuleType] = [
     *(engine, hooks, solver, model, data, checkpoint, evaluation, config),
-    *(param_scheduler, registry, events, env, logger, strategy, mmengine, detectron2),
+    *(registry, events, env, logger, strategy, mmengine, detectron2),
     *(torch, nn.parallel, torch.amp, torch.utils.data, torch.optim.lr_scheduler),
 ]
 

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.base_model import BaseModel, Values
 from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.registry import MODEL_WRAPPERS
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,6 @@ _NO_DICTS = (Tensor, list, tuple)
 _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-@MODEL_WRAPPERS.register_module()
 class NamingDistributedDataParallel(DistributedDataParallel):
     """DistributedDataParallel whose error names the parameters that got no gradient.
 
@@ -46,7 +44,6 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         self.broadcast_buffers = broadcast_buffers
 
 
-@MODEL_WRAPPERS.register_module()
 class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`hooktrain.model.BaseModel`.
 
@@ -97,7 +94,6 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         return self.module.test_step(data)
 
 
-@MODEL_WRAPPERS.register_module()
 class SeparateDistributedDataParallel(StepDistributedDataParallel):
     """DistributedDataParallel around each child of a model, with the model's own steps.
 
@@ -196,15 +192,15 @@ class _Part(StepDistributedDataParallel):
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Whether it is a wrapper of ``MODEL_WRAPPERS``, which has a model as its ``module``."""
-    return any(isinstance(model, wrapper) for _, wrapper in MODEL_WRAPPERS)
+    """Whether it is a data parallel wrapper, torch's or one of these, or extends one."""
+    return isinstance(model, nn.DataParallel | DistributedDataParallel)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside all wrappers, in any order.
 
-    Wrappers are those in ``MODEL_WRAPPERS``, torch's data parallel ones among them,
-    which have the model as ``module``, and ``torch.compile``.
+    Wrappers are those of :func:`is_model_wrapper`, which have the model as ``module``, and
+    ``torch.compile``.
 
     Raises:
         TypeError: if ``model`` is no module.

@@ -1,27 +1,13 @@
 """How a loss becomes an update: optimizer wrappers, schedules and parameter groups."""
 
 from hooktrain.solver.amp_optim_wrapper import AmpOptimWrapper as AmpOptimWrapper
-from hooktrain.solver.build import (
-    DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
-    as_optim_wrapper as as_optim_wrapper,
-    build_optim_wrapper as build_optim_wrapper,
-    build_param_scheduler as build_param_scheduler,
-)
+from hooktrain.solver.build import as_optim_wrapper as as_optim_wrapper
 from hooktrain.solver.optim_wrapper import OptimWrapper as OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import OptimWrapperDict as OptimWrapperDict
 from hooktrain.solver.param_groups import (
     expand_param_groups as expand_param_groups,
     get_default_optimizer_params as get_default_optimizer_params,
     reduce_param_groups as reduce_param_groups,
-)
-from hooktrain.solver.param_scheduler import (
-    ConstantLR as ConstantLR,
-    CosineAnnealingLR as CosineAnnealingLR,
-    ExponentialLR as ExponentialLR,
-    LinearLR as LinearLR,
-    MultiStepLR as MultiStepLR,
-    PolyLR as PolyLR,
-    StepLR as StepLR,
 )
 from hooktrain.solver.schedule import (
     CompositeParamScheduler as CompositeParamScheduler,

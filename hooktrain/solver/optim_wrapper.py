@@ -99,18 +99,6 @@ class OptimWrapper:
         """The optimizer's default settings."""
         return self.optimizer.defaults
 
-    def get_lr(self) -> dict[str, list[float]]:
-        """``{"lr": [one rate a group]}``."""
-        return {"lr": [float(group["lr"]) for group in self.param_groups]}
-
-    def get_momentum(self) -> dict[str, list[float]]:
-        """``{"momentum": [one a group]}``: of Adam the first beta; else 0."""
-        momentums = []
-        for group in self.param_groups:
-            betas = group.get("betas", [0.0])
-            momentums.append(float(group.get("momentum", betas[0])))
-        return {"momentum": momentums}
-
     def name_parameters(self, model: nn.Module) -> None:
         """Save states by the names of the parameters in this model."""
         self._model = model

@@ -69,17 +69,6 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         """The parameter groups of each."""
         return {name: wrapper.param_groups for name, wrapper in self.items()}
 
-    def get_lr(self) -> dict[str, list[float]]:
-        """``{"<name>.lr": [one rate a group]}``."""
-        return {f"{name}.lr": wrapper.get_lr()["lr"] for name, wrapper in self.items()}
-
-    def get_momentum(self) -> dict[str, list[float]]:
-        """``{"<name>.momentum": [one a group]}``."""
-        return {
-            f"{name}.momentum": wrapper.get_momentum()["momentum"]
-            for name, wrapper in self.items()
-        }
-
     def name_parameters(self, model: nn.Module) -> None:
         """See :meth:`OptimWrapper.name_parameters`."""
         for wrapper in self.values():

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from hooktrain.solver import OptimWrapper, OptimWrapperDict, as_optim_wrapper
 from hooktrain.solver.build import scale_lr
-from scheduler_toys import sgd as groups_of
+from scheduler_toys import rates, sgd as groups_of
 from toys import LinearLoss, sgd
 
 
@@ -50,10 +50,10 @@ def test_what_is_no_optimizer_is_refused(given: Any) -> None:
 def test_learning_rates_are_multiplied() -> None:
     first, second = OptimWrapper(groups_of(0.1, 0.2)), OptimWrapper(groups_of(0.4))
     scale_lr(first, 3.0)
-    assert first.get_lr()["lr"] == pytest.approx([0.3, 0.6])
+    assert rates(first) == pytest.approx([0.3, 0.6])
     scale_lr(OptimWrapperDict(first=first, second=second), 0.5)
-    assert first.get_lr()["lr"] == pytest.approx([0.15, 0.3])
-    assert second.get_lr()["lr"] == pytest.approx([0.2])
+    assert rates(first) == pytest.approx([0.15, 0.3])
+    assert rates(second) == pytest.approx([0.2])
 
 
 def test_rates_that_a_scheduler_has_noted_are_not_multiplied() -> None:
@@ -61,6 +61,6 @@ def test_rates_that_a_scheduler_has_noted_are_not_multiplied() -> None:
     StepLR(noted.optimizer, step_size=1)
     with pytest.raises(RuntimeError, match="scheduler"):
         scale_lr(OptimWrapperDict(first=first, noted=noted), 2.0)
-    assert first.get_lr()["lr"] == [0.1]
+    assert rates(first) == [0.1]
     with pytest.raises(ValueError, match="ratio"):
         scale_lr(first, 0)

@@ -64,7 +64,7 @@ from hooktrain.compat.mmengine.optim_wrapper import (
     OptimWrapper as OptimWrapper,
     OptimWrapperDict as OptimWrapperDict,
 )
-from hooktrain.compat.mmengine.param_rules import (  # type: ignore[assignment]
+from hooktrain.compat.mmengine.param_rules import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )
 from hooktrain.compat.mmengine.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions

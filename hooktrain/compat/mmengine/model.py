@@ -318,6 +318,16 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     return missed
 
 
+for _wrapper in (
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+    models.NamingDistributedDataParallel,
+    StepDistributedDataParallel,
+    SeparateDistributedDataParallel,
+):
+    MODEL_WRAPPERS.register(_wrapper)
+
+
 @MODEL_WRAPPERS.register_module()
 class MMDistributedDataParallel(StepDistributedDataParallel):
     """:class:`hooktrain.model.StepDistributedDataParallel` with MMEngine's option.

@@ -6,13 +6,12 @@ is in mmengine's own registries. So these serve code after the recipe too. Only 
 """
 
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from hooktrain.compat.registry import Registry
-from hooktrain.utils.registry import MODEL_WRAPPERS as MODEL_WRAPPERS, MODELS as MODELS
 
 APART = (
     "MODEL_WRAPPERS",
@@ -28,9 +27,18 @@ class ScopedRegistry(Registry):
 
     def find(self, kind: Any) -> Any:
         """See :meth:`hooktrain.compat.registry.Registry.find`."""
-        return _find(self.name, self, kind)
+        if isinstance(kind, str) and kind not in self and find_spec("mmengine"):
+            root = of_registries(self.name)
+            with suppress(RuntimeError), root.switch_scope_and_registry(None) as scoped:
+                found = scoped.get(kind)
+                if found:
+                    return found
+        return super().find(kind)
 
 
+MODELS = ScopedRegistry("MODELS")
+MODEL_WRAPPERS = ScopedRegistry("MODEL_WRAPPERS")
+STRATEGIES = ScopedRegistry("STRATEGIES")
 OPTIMIZERS = ScopedRegistry("OPTIMIZERS")
 OPTIM_WRAPPERS = ScopedRegistry("OPTIM_WRAPPERS")
 OPTIM_WRAPPER_CONSTRUCTORS = ScopedRegistry("OPTIM_WRAPPER_CONSTRUCTORS")
@@ -51,18 +59,3 @@ def of_registries(name: str) -> Any:
     root.module_dict.update(ours)
     ours._objects = root.module_dict  # one table for both
     return root
-
-
-def _find(name: str, ours: Any, kind: Any) -> Any:
-    if isinstance(kind, str) and kind not in ours and find_spec("mmengine"):
-        root = of_registries(name)
-        with suppress(RuntimeError), root.switch_scope_and_registry(None) as scoped:
-            found = scoped.get(kind)
-            if found:
-                return found
-    return Registry.find(ours, kind)
-
-
-for _name in ("MODELS", "MODEL_WRAPPERS"):
-    _registry: Any = globals()[_name]
-    _registry.find = partial(_find, _name, _registry)

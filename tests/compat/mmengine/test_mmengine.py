@@ -2,6 +2,8 @@
 
 import importlib
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,32 @@ def test_what_models_and_scripts_import_is_there() -> None:
     assert [name for name in NAMES.split() if not hasattr(mmengine, name)] == []
     scheduler = mmengine.ConstantParamScheduler
     assert scheduler.__module__ == "hooktrain.compat.mmengine.param_scheduler"
+
+
+IMPORTED_AFTER_THE_CORE = """
+import sys
+import hooktrain.checkpoint, hooktrain.demos, hooktrain.engine, hooktrain.strategy
+
+core = [m for name, m in sys.modules.items() if name.split(".")[0] == "hooktrain"]
+names = [{**vars(module)} for module in core]
+kinds = {k for found in names for k in found.values() if isinstance(k, type)}
+methods = {kind: {**vars(kind)} for kind in kinds if kind.__module__.startswith("hooktrain")}
+import hooktrain.compat.mmengine
+
+of_a_class = {"__abstractmethods__", "_abc_impl", "__doc__"}
+for module, before in zip(core, names):
+    for name, value in before.items():
+        assert name == "__doc__" or vars(module)[name] is value, (module, name)
+for kind, before in methods.items():
+    for name in before.keys() - of_a_class:
+        assert vars(kind)[name] is before[name], (kind, name)
+    assert vars(kind).keys() == before.keys(), kind
+"""
+
+
+def test_importing_compat_changes_nothing_of_the_core() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED_AFTER_THE_CORE]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["Runner", "LoggerHook", "kaiming_init"])

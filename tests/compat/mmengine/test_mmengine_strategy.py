@@ -336,7 +336,7 @@ def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
             param_scheduler=schedule,
             dispatch_kwargs=TWELVE,
         )
-    assert wrapper.get_lr() == {"lr": [0.1]}
+    assert wrapper.param_groups[0]["lr"] == 0.1
 
 
 def test_several_optimizers_know_where_the_run_ends(made: SingleDeviceStrategy) -> None:
