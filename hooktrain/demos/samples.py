@@ -116,7 +116,7 @@ class SampleWriter(PeriodicSampler):
 
     def after_step(self) -> None:
         """Draw and write where a period ends, and at the last iteration."""
-        if not (self.trainer.is_last or self._period.is_due(self.trainer)):
+        if not self._period.is_due_or_last(self.trainer):
             return
         with self.sampling() as model:
             images = self.draw(model)
@@ -179,7 +179,7 @@ class TextSampler(PeriodicSampler):
 
     def after_step(self) -> None:
         """Sample where a period ends, and at the last iteration."""
-        if not (self.trainer.is_last or self._period.is_due(self.trainer)):
+        if not self._period.is_due_or_last(self.trainer):
             return
         text = self.sample()
         if comm.is_main_process():

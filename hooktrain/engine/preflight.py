@@ -8,15 +8,12 @@ from typing import Any, SupportsIndex
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.solver.schedule import ParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.periods import in_iterations
 
@@ -143,37 +140,6 @@ def warn_of_idle(wrapper: OptimWrapper, name: str, before: list[int]) -> None:
         logger.warning(
             "The optimizer %s has made no step so far",
             name or type(wrapper.optimizer).__name__,
-        )
-
-
-def check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> None:
-    """Warn of a schedule of rates, where one of multipliers belongs.
-
-    Raises:
-        TypeError: for what is no schedule, such as a configuration.
-        ValueError: for a plateau without the metric that it watches.
-    """
-    if not isinstance(schedule, ParamScheduler | LRScheduler):
-        raise TypeError(
-            "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
-            "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
-            f"{schedule!r}"
-        )
-    if isinstance(schedule, ReduceLROnPlateau) and metric is None:
-        raise ValueError(
-            "ReduceLROnPlateau needs hooks.LRScheduler(metric=...), a name"
-        )
-    if not isinstance(schedule, ParamScheduler):
-        return
-    group = optimizer.param_groups[0]
-    rate = float(group.get("initial_lr", group["lr"]))
-    highest = max(map(schedule, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)))
-    if rate < 1 and not 0.5 <= highest < 1.01:
-        logger.warning(
-            "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0",
-            rate,
-            highest,
-            rate * highest,
         )
 
 

@@ -16,10 +16,15 @@ class Progress(Protocol):
     Attributes:
         done: the number of finished iterations.
         epoch_length: the iterations of an epoch; None if that is not known.
+        is_last: whether the current iteration is the last one of the run.
     """
 
     done: int
     epoch_length: int | None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current iteration is the last one of the run."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Period:
             period = Period("1 epoch")
 
             def after_step(self):
-                if self.trainer.is_last or self.period.is_due(self.trainer):
+                if self.period.is_due_or_last(self.trainer):
                     ...
 
     Args:
@@ -65,6 +70,10 @@ class Period:
         """
         iterations = in_iterations(self.every, trainer.epoch_length)
         return iterations > 0 and trainer.done % iterations == 0
+
+    def is_due_or_last(self, trainer: Progress) -> bool:
+        """The same, and always true in the last iteration of the run."""
+        return trainer.is_last or self.is_due(trainer)
 
 
 @lru_cache  # periods ask after each iteration

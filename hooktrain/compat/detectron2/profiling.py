@@ -64,7 +64,7 @@ class TorchMemoryStats(HookBase):
     def after_step(self) -> None:
         """Log where a period ends, and at the last iteration."""
         device = device_module()
-        is_due = self.trainer.is_last or self._period.is_due(self.trainer)
+        is_due = self._period.is_due_or_last(self.trainer)
         if device is None or self._runs == self._max_runs or not is_due:
             return
         self._runs += 1

@@ -140,7 +140,7 @@ class PreciseBN(HookBase):
 
     def after_step(self) -> None:
         """Measure where a period ends, and at the last iteration."""
-        if self.trainer.is_last or self._period.is_due(self.trainer):
+        if self._period.is_due_or_last(self.trainer):
             self.update_stats()
 
     def update_stats(self) -> None:

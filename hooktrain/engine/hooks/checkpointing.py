@@ -130,7 +130,7 @@ class PeriodicCheckpointer(HookBase):
     def _is_time(self) -> bool:
         """Whether to save after this iteration of the trainer."""
         trainer = self.trainer
-        is_due = trainer.is_last or self.period.is_due(trainer)
+        is_due = self.period.is_due_or_last(trainer)
         if not (is_due or self._is_put_off):
             return False
         is_late = is_due and self._is_put_off

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
 
 from hooktrain.engine.hooks.evaluation import new_value
-from hooktrain.engine.preflight import check_schedule
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 
@@ -108,7 +107,7 @@ class LRScheduler(HookBase):
         Returns:
             The schedule, or the multiplier that is made of it.
         """
-        check_schedule(scheduler, optimizer, self._metric)
+        _check_schedule(scheduler, optimizer, self._metric)
         if isinstance(scheduler, ParamScheduler):
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
@@ -181,9 +180,8 @@ class LRScheduler(HookBase):
         storage = self._storage
         for name, group in self._recorded:
             storage.put_scalar(name, group["lr"], smoothing_hint=False)
-        done = storage.iter + 1
         for period, step in self._steps:
-            if done % period == 0:
+            if self.trainer.done % period == 0:
                 step()
         for i, (metric, step) in enumerate(self._watched):
             found = new_value(self.trainer, metric, self._seen_iters.get(i, -1))
@@ -230,3 +228,34 @@ class LRScheduler(HookBase):
 
 def _unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> None:
+    """Warn of a schedule of rates, where one of multipliers belongs.
+
+    Raises:
+        TypeError: for what is no schedule, such as a configuration.
+        ValueError: for a plateau without the metric that it watches.
+    """
+    if not isinstance(schedule, ParamScheduler | TorchScheduler):
+        raise TypeError(
+            "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
+            "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
+            f"{schedule!r}"
+        )
+    if isinstance(schedule, ReduceLROnPlateau) and metric is None:
+        raise ValueError(
+            "ReduceLROnPlateau needs hooks.LRScheduler(metric=...), a name"
+        )
+    if not isinstance(schedule, ParamScheduler):
+        return
+    group = optimizer.param_groups[0]
+    rate = float(group.get("initial_lr", group["lr"]))
+    highest = max(map(schedule, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)))
+    if rate < 1 and not 0.5 <= highest < 1.01:
+        logger.warning(
+            "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0",
+            rate,
+            highest,
+            rate * highest,
+        )

@@ -104,7 +104,7 @@ class PeriodicWriter(HookBase):
 
     def after_step(self) -> None:
         """Write where a period ends."""
-        if self.trainer.is_last or self._period.is_due(self.trainer):
+        if self._period.is_due_or_last(self.trainer):
             for writer in self._writers:
                 self._write(writer)
 
