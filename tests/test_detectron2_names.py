@@ -118,8 +118,10 @@ SIGNATURES = {
     "solver.MultiStepParamScheduler": "values, num_updates=None, milestones=None",
     "solver.ParamScheduler.__call__": "self, where",
     "solver.PolynomialDecayParamScheduler": "base_value, power",
-    "solver.StepParamScheduler": "num_updates, values",
-    "solver.StepWithFixedGammaParamScheduler": "base_value, num_decays, gamma, num_updates",
+    "compat.detectron2.solver.StepParamScheduler": "num_updates, values",
+    "compat.detectron2.solver.StepWithFixedGammaParamScheduler": (
+        "base_value, num_decays, gamma, num_updates"
+    ),
     "solver.WarmupParamScheduler": (
         "scheduler, warmup_factor, warmup_length, warmup_method='linear', rescale_interval=False"
     ),

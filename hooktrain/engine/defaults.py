@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hooktrain import events
 from hooktrain.checkpoint import Checkpointer
@@ -20,7 +19,7 @@ from hooktrain.checkpoint.resume import set_folder_aside
 from hooktrain.config import ConfigDict, LazyConfig, resolve
 from hooktrain.engine import hooks
 from hooktrain.events import EventWriter
-from hooktrain.strategy import wrap_in_ddp
+from hooktrain.strategy import create_ddp_model as create_ddp_model
 from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
@@ -36,26 +35,6 @@ _EXAMPLES = """examples:
   %(prog)s --config-file configs/digits_cnn.py --num-gpus 2
   torchrun --nproc-per-node=2 %(prog)s --config-file configs/digits_cnn.py
 """
-
-
-def create_ddp_model(
-    model: nn.Module, *, fp16_compression: bool = False, **kwargs: Any
-) -> nn.Module:
-    """Wrap a model in DistributedDataParallel if there are several ranks.
-
-    Args:
-        model: a model on its device.
-        fp16_compression: exchange gradients in float16.
-        **kwargs: ``wrapper``, the class of a wrapper or its dotted name, and what it takes;
-            see :class:`torch.nn.parallel.DistributedDataParallel`.
-
-    Raises:
-        ImportError: if there is no such wrapper.
-    """
-    if comm.get_world_size() == 1:
-        return model
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return wrap_in_ddp(model, device, fp16_compression=fp16_compression, **kwargs)
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:

@@ -182,10 +182,9 @@ def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
         )
     modules = dict(model.named_modules())
     del modules[""]
-    chosen = []
-    for name, module in modules.items():
-        if _selects(rule, name, module):
-            chosen.append(module)
+    chosen = [
+        module for name, module in modules.items() if _selects(rule, name, module)
+    ]
     if rule and not chosen:
         kinds = {type(module).__name__ for module in modules.values()}
         raise ValueError(
@@ -197,11 +196,9 @@ def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
 def _selects(rule: WrapRule, name: str, module: nn.Module) -> bool:
     if callable(rule):
         return rule(name, module)
-    # Its class and their bases: fully_shard makes a class of its own.
-    if any(kind.__name__ in rule for kind in type(module).__mro__):
-        return True
-    classes = tuple(kind for kind in rule if isinstance(kind, type))
-    return isinstance(module, classes)
+    # The base classes count too: fully_shard makes a class of its own.
+    kinds = type(module).__mro__
+    return any(kind in rule or kind.__name__ in rule for kind in kinds)
 
 
 def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":

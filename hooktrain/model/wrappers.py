@@ -16,7 +16,6 @@ from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-_NO_DICTS = (Tensor, list, tuple)
 _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -223,9 +222,7 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
     parameter, such as ``forward(self, batch)``, gets the dict itself. A line of the log tells how
     the model is called.
     """
-    # The usual types are excluded first, since isinstance() is slow for the abstract Mapping.
-    may_be_dict = not isinstance(batch, _NO_DICTS)
-    if may_be_dict and isinstance(batch, Mapping) and isinstance(model, nn.Module):
+    if isinstance(batch, Mapping) and isinstance(model, nn.Module):
         if model not in _by_keywords:
             bare = unwrap_model(model)
             if bare not in _by_keywords:

@@ -19,7 +19,5 @@ from hooktrain.solver.schedule import (
     MultiStepParamScheduler as MultiStepParamScheduler,
     ParamScheduler as ParamScheduler,
     PolynomialDecayParamScheduler as PolynomialDecayParamScheduler,
-    StepParamScheduler as StepParamScheduler,
-    StepWithFixedGammaParamScheduler as StepWithFixedGammaParamScheduler,
     WarmupParamScheduler as WarmupParamScheduler,
 )

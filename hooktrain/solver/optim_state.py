@@ -27,7 +27,9 @@ Entries = dict[str, Entry]  # by name
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay.
 KERNEL_SETTINGS = ("foreach", "fused", "capturable")
-WAY_OUT = "resume without the optimizer (train.resume_parts, or checkpointables=[...])"
+WITHOUT_OPTIMIZER = (
+    "resume without the optimizer (train.resume_parts, or checkpointables=[...])"
+)
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
@@ -77,7 +79,7 @@ def match_parameters(
     saved_kind = state_dict.get("kind", kind)
     if saved_kind != kind:
         raise ValueError(
-            f"the state is that of {saved_kind}, and this is {kind}: {WAY_OUT}"
+            f"the state is that of {saved_kind}, and this is {kind}: {WITHOUT_OPTIMIZER}"
         )
     groups = optimizer.param_groups
     saved_groups = state_dict["param_groups"]
@@ -94,7 +96,7 @@ def match_parameters(
     saved = dict(zip(saved_names, saved_entries, strict=True))
     if here and here.keys().isdisjoint(saved):
         raise ValueError(
-            f"the state of {[*saved][:3]}, ... has none of {[*here][:3]}: {WAY_OUT}"
+            f"the state of {[*saved][:3]}, ... has none of {[*here][:3]}: {WITHOUT_OPTIMIZER}"
         )
     return here, saved
 
@@ -123,21 +125,21 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
     here, saved = match_parameters(optimizer, state_dict, names)
     state = _fitting_states(optimizer, state_dict["state"], here, saved)
     groups = []
-    told: list[str] = []
+    changes: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
         members = [name for name, (own, _) in here.items() if own == number]
         origins = [saved[name][0] for name in members if name in saved]
         settings = settings_of(group)
         if origins:
             origin = state_dict["param_groups"][mode(origins)]
-            settings = _settings(settings, settings_of(origin), told)
+            settings = _settings(settings, settings_of(origin), changes)
         groups.append({**settings, "params": members})
-    if told:
+    if changes:
         logger.warning(
             "The optimizer's settings are those of the checkpoint: %s. For yours, %s, and "
             "without the hooks where a schedule moves them",
-            ", ".join(dict.fromkeys(told)),
-            WAY_OUT,
+            ", ".join(dict.fromkeys(changes)),
+            WITHOUT_OPTIMIZER,
         )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -199,7 +201,7 @@ def _names_of_positions(
         return in_order
     raise ValueError(
         "the optimizer or the saved state has no names of parameters, and the saved "
-        f"groups have the sizes {saved_sizes}, not {sizes}: {WAY_OUT}"
+        f"groups have the sizes {saved_sizes}, not {sizes}: {WITHOUT_OPTIMIZER}"
     )
 
 
@@ -247,7 +249,7 @@ def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """Sharded, and in memory as its parameter, which fused kernels take for granted."""
+    """The value, sharded and laid out in memory like its parameter, as fused kernels expect."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     value = shard_like(value, parameter)
@@ -256,8 +258,8 @@ def _like(parameter: Tensor, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _settings(ours: ParamGroup, saved: ParamGroup, told: list[str]) -> ParamGroup:
-    """The settings of a group: the saved ones where there are any. Adds what that changes."""
+def _settings(ours: ParamGroup, saved: ParamGroup, changes: list[str]) -> ParamGroup:
+    """The settings of a group: the saved ones where there are any. Notes what that changes."""
     kernel = {key: ours[key] for key in KERNEL_SETTINGS if key in ours}
     used = {**ours, **saved, **kernel}
     configured = dict(ours)
@@ -266,5 +268,5 @@ def _settings(ours: ParamGroup, saved: ParamGroup, told: list[str]) -> ParamGrou
         configured.setdefault("initial_lr", configured.pop("lr"))
     for key, value in configured.items():
         if used[key] != value:
-            told.append(f"{key} is {used[key]}, not {value}")
+            changes.append(f"{key} is {used[key]}, not {value}")
     return used

@@ -118,7 +118,7 @@ class PolynomialDecayParamScheduler(ParamScheduler):
         return float(self.base_value * (1 - where) ** self.power)
 
 
-def _check_order(values: Any) -> None:
+def check_order(values: Any) -> None:
     """Refuse what would fail in the middle of a run."""
     if isinstance(values, dict | set):
         raise TypeError(
@@ -154,7 +154,7 @@ class MultiStepParamScheduler(ParamScheduler):
     milestones: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        _check_order(self.values)
+        check_order(self.values)
         parts = len(self.values)
         milestones = self.milestones
         end = self.num_updates
@@ -180,62 +180,6 @@ class MultiStepParamScheduler(ParamScheduler):
         """The value at progress ``where``."""
         k = bisect_right(self._shares, where + ROUNDING)
         return self.values[k]
-
-
-def _part(where: float, parts: int) -> int:
-    """In which of so many equal parts of a run the progress is, from 0."""
-    reached = int((where + ROUNDING) * parts)
-    return min(reached, parts - 1)
-
-
-@dataclass
-class StepParamScheduler(ParamScheduler):
-    """``values[int(w * len(values))]``: each value for an equal share of the run.
-
-    Args:
-        num_updates: not used; it is there since fvcore has it.
-        values: at least one.
-
-    >>> schedule = StepParamScheduler(num_updates=120, values=[0.1, 0.01, 0.001, 0.0001])
-    >>> [schedule(epoch / 120) for epoch in (0, 29, 30, 90, 120)]
-    [0.1, 0.1, 0.01, 0.0001, 0.0001]
-    """
-
-    num_updates: float
-    values: Sequence[float]
-
-    def __post_init__(self) -> None:
-        _check_order(self.values)
-
-    def __call__(self, where: float) -> float:
-        """The value at progress ``where``."""
-        return self.values[_part(where, len(self.values))]
-
-
-@dataclass
-class StepWithFixedGammaParamScheduler(ParamScheduler):
-    """``base_value * gamma ** int(w * (num_decays + 1))``, at most ``num_decays`` decays.
-
-    Args:
-        base_value: the first value.
-        num_decays: the run has one more part than decays, all of equal length.
-        gamma: what each decay multiplies by.
-        num_updates: not used; it is there since fvcore has it.
-
-    >>> schedule = StepWithFixedGammaParamScheduler(1.0, num_decays=2, gamma=0.5, num_updates=90)
-    >>> [schedule(epoch / 90) for epoch in (0, 29, 30, 60, 90)]
-    [1.0, 1.0, 0.5, 0.25, 0.25]
-    """
-
-    base_value: float
-    num_decays: int
-    gamma: float
-    num_updates: int
-
-    def __call__(self, where: float) -> float:
-        """The value at progress ``where``."""
-        decays = _part(where, self.num_decays + 1)
-        return float(self.base_value * self.gamma**decays)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from hooktrain.strategy.ddp import (
     DDPStrategy as DDPStrategy,
     SingleDeviceStrategy as SingleDeviceStrategy,
     build_strategy as build_strategy,
-    wrap_in_ddp as wrap_in_ddp,
+    create_ddp_model as create_ddp_model,
     wrapper_for as wrapper_for,
 )
 from hooktrain.strategy.environment import (

@@ -17,6 +17,7 @@ from hooktrain.model import (
 )
 from hooktrain.strategy.base import BaseStrategy
 from hooktrain.strategy.environment import count_processes
+from hooktrain.utils import comm
 from hooktrain.utils.names import locate
 
 
@@ -64,28 +65,34 @@ def wrapper_for(model: nn.Module) -> type[nn.Module]:
     return SeparateDistributedDataParallel
 
 
-def wrap_in_ddp(
+def create_ddp_model(
     model: nn.Module,
-    device: torch.device,
     *,
-    wrapper: type[nn.Module] | str | None = None,
     fp16_compression: bool = False,
+    wrapper: type[nn.Module] | str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Wrap a model for a process group that is there. A collective.
+    """Wrap a model in DistributedDataParallel if there are several ranks. A collective.
 
     Args:
-        model: on ``device``.
-        device: where the model is.
-        wrapper: the class of the wrapper, or its dotted name; None is that of
+        model: the model, on its device.
+        fp16_compression: whether the ranks exchange gradients in float16.
+        wrapper: the class of the wrapper, or its dotted name; None takes that of
             :func:`wrapper_for`.
-        fp16_compression: exchange gradients in float16.
-        options: of the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
+        options: those of the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    Returns:
+        The wrapped model; in a single process the model itself.
 
     Raises:
         ImportError: if there is no such wrapper.
     """
-    init_weights_once(model)  # before all ranks get those of the first
+    init_weights_once(
+        model
+    )  # it comes first, since all ranks get the weights of rank 0
+    if comm.get_world_size() == 1:
+        return model
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
     kind: Any = locate(wrapper) if isinstance(wrapper, str) else wrapper
@@ -108,7 +115,7 @@ class DDPStrategy(BaseStrategy):
     its model unwrapped.
 
     Args:
-        ddp: the options of :func:`wrap_in_ddp`, such as
+        ddp: the options of :func:`create_ddp_model`, such as
             ``dict(find_unused_parameters=True)``. ``broadcast_buffers`` is False by
             default.
         kwargs: see :class:`BaseStrategy`.
@@ -122,10 +129,7 @@ class DDPStrategy(BaseStrategy):
         """Bring the model to its device and wrap it."""
         if is_model_wrapper(model):
             return model
-        model = self.place_model(self.convert_model(model))
-        if not self.distributed:
-            return model
-        return wrap_in_ddp(model, self.device, **self.ddp)
+        return create_ddp_model(self.place_model(self.convert_model(model)), **self.ddp)
 
 
 def build_strategy(

@@ -5,26 +5,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 EPOCHS = re.compile(r"(\d+|\d*\.\d+) epochs?")  # the text of a number of epochs
-
-
-class Progress(Protocol):
-    """What a period asks a trainer for.
-
-    Attributes:
-        done: the number of finished iterations.
-        epoch_length: the iterations of an epoch; None if that is not known.
-        is_last: whether the current iteration is the last one of the run.
-    """
-
-    done: int
-    epoch_length: int | None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the current iteration is the last one of the run."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +45,18 @@ class Period:
         """The number of iterations; see :func:`in_iterations`."""
         return in_iterations(self.every, epoch_length)
 
-    def is_due(self, trainer: Progress) -> bool:
-        """Whether a period ends with the last finished iteration of a trainer.
+    def is_due(self, trainer: Any) -> bool:
+        """Whether a period ends with the iteration that a trainer has just finished.
 
         Raises:
             ValueError: for a period in epochs, if their length is not known.
         """
         iterations = in_iterations(self.every, trainer.epoch_length)
-        return iterations > 0 and trainer.done % iterations == 0
+        return iterations > 0 and bool(trainer.done % iterations == 0)
 
-    def is_due_or_last(self, trainer: Progress) -> bool:
+    def is_due_or_last(self, trainer: Any) -> bool:
         """The same, and always true in the last iteration of the run."""
-        return trainer.is_last or self.is_due(trainer)
+        return bool(trainer.is_last) or self.is_due(trainer)
 
 
 @lru_cache  # periods ask after each iteration

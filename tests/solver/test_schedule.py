@@ -22,8 +22,6 @@ from hooktrain.solver.schedule import (
     MultiStepParamScheduler,
     ParamScheduler,
     PolynomialDecayParamScheduler,
-    StepParamScheduler,
-    StepWithFixedGammaParamScheduler,
     WarmupParamScheduler,
 )
 from scheduler_toys import rates, sgd
@@ -36,8 +34,6 @@ FINAL: list[tuple[ParamScheduler, float]] = [
     (LinearParamScheduler(0.1, 0.7), 0.7),
     (PolynomialDecayParamScheduler(0.1, 0.9), 0.0),
     (MultiStepParamScheduler([0.1, 0.01, 0.001], milestones=[3, 6, 9]), 0.001),
-    (StepParamScheduler(9, [0.1, 0.01, 0.001]), 0.001),
-    (StepWithFixedGammaParamScheduler(0.5, 2, 0.5, 9), 0.125),
     (
         CompositeParamScheduler(
             [ConstantParamScheduler(1.0), LinearParamScheduler(1.0, 0.3)],
@@ -63,7 +59,7 @@ def values(scheduler: ParamScheduler, steps: int) -> list[float]:
 def test_the_examples_in_the_docstrings_are_right() -> None:
     failed, tried = doctest.testmod(schedule)
     assert failed == 0
-    assert tried >= 20
+    assert tried >= 16
 
 
 @EVERY_SCHEDULE
@@ -168,10 +164,9 @@ ONE = ConstantParamScheduler(1.0)
 
 
 @pytest.mark.parametrize("values", [{0: 1.0, 30: 0.1}, {1.0, 0.1}])
-@pytest.mark.parametrize("kind", [StepParamScheduler, MultiStepParamScheduler])
-def test_values_without_an_order_are_refused(kind: Any, values: Any) -> None:
-    with pytest.raises(TypeError, match=r"values must be a list, .*but got {.*0\.1"):
-        kind(num_updates=90, values=values)
+def test_values_without_an_order_are_refused(values: Any) -> None:
+    with pytest.raises(TypeError, match="must be a list"):
+        MultiStepParamScheduler(num_updates=90, values=values)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +226,8 @@ def test_each_group_gets_its_base_rate_times_the_schedule() -> None:
 
 
 def test_steps_after_the_last_iteration_keep_the_final_rate() -> None:
-    scheduler = LRMultiplier(sgd(1.0), StepParamScheduler(5, [1.0, 0.25]), max_iter=5)
-    assert run(scheduler, 9) == [1.0] * 3 + [0.25] * 6
+    scheduler = LRMultiplier(sgd(1.0), LINE, max_iter=5)
+    assert run(scheduler, 9) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2] + [0.0] * 4)
     assert scheduler.last_epoch == 9
 
 

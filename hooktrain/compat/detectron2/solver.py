@@ -3,6 +3,8 @@
 ``LRScheduler`` is torch's here, and in hooktrain.compat.detectron2 the hook.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain import solver
 from hooktrain.compat.detectron2.functions import of_detectron2
 from hooktrain.solver import *
+from hooktrain.solver.schedule import ROUNDING, check_order
 
 _expand_param_groups = solver.expand_param_groups
 
@@ -21,6 +24,62 @@ _expand_param_groups = solver.expand_param_groups
 def __getattr__(name: str) -> Any:
     """Old schedulers, such as WarmupCosineLR, are detectron2's own."""
     return of_detectron2(name)
+
+
+def _part(where: float, parts: int) -> int:
+    """In which of so many equal parts of a run the progress is, from 0."""
+    reached = int((where + ROUNDING) * parts)
+    return min(reached, parts - 1)
+
+
+@dataclass
+class StepParamScheduler(solver.ParamScheduler):
+    """``values[int(w * len(values))]``: each value for an equal share of the run.
+
+    Args:
+        num_updates: not used; it is there since fvcore has it.
+        values: at least one.
+
+    >>> schedule = StepParamScheduler(num_updates=120, values=[0.1, 0.01, 0.001, 0.0001])
+    >>> [schedule(epoch / 120) for epoch in (0, 29, 30, 90, 120)]
+    [0.1, 0.1, 0.01, 0.0001, 0.0001]
+    """
+
+    num_updates: float
+    values: Sequence[float]
+
+    def __post_init__(self) -> None:
+        check_order(self.values)
+
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
+        return self.values[_part(where, len(self.values))]
+
+
+@dataclass
+class StepWithFixedGammaParamScheduler(solver.ParamScheduler):
+    """``base_value * gamma ** int(w * (num_decays + 1))``, at most ``num_decays`` decays.
+
+    Args:
+        base_value: the first value.
+        num_decays: the run has one more part than decays, all of equal length.
+        gamma: what each decay multiplies by.
+        num_updates: not used; it is there since fvcore has it.
+
+    >>> schedule = StepWithFixedGammaParamScheduler(1.0, num_decays=2, gamma=0.5, num_updates=90)
+    >>> [schedule(epoch / 90) for epoch in (0, 29, 30, 60, 90)]
+    [1.0, 1.0, 0.5, 0.25, 0.25]
+    """
+
+    base_value: float
+    num_decays: int
+    gamma: float
+    num_updates: int
+
+    def __call__(self, where: float) -> float:
+        """The value at progress ``where``."""
+        decays = _part(where, self.num_decays + 1)
+        return float(self.base_value * self.gamma**decays)
 
 
 def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
@@ -86,7 +145,7 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
     elif tree.LR_SCHEDULER_NAME == "WarmupCosineLR":
         schedule = solver.CosineParamScheduler(1.0, tree.BASE_LR_END / tree.BASE_LR)
     elif tree.LR_SCHEDULER_NAME == "WarmupStepWithFixedGammaLR":
-        schedule = solver.StepWithFixedGammaParamScheduler(
+        schedule = StepWithFixedGammaParamScheduler(
             1.0, tree.NUM_DECAYS, tree.GAMMA, end
         )
     else:

@@ -611,7 +611,7 @@ class DDPStrategy(BaseStrategy, strategy.DDPStrategy):
 
     Args:
         model_wrapper: ``type``, a name in ``MODEL_WRAPPERS`` or a class, and the
-            arguments of :func:`hooktrain.strategy.wrap_in_ddp`. Without ``type`` the
+            arguments of :func:`hooktrain.strategy.create_ddp_model`. Without ``type`` the
             wrapper is the one that fits the model.
         kwargs: see :class:`BaseStrategy`.
     """

@@ -12,6 +12,8 @@ from torch.optim import SGD
 from hooktrain.compat.detectron2.solver import (
     LRMultiplier,
     LRScheduler,
+    StepParamScheduler,
+    StepWithFixedGammaParamScheduler,
     _expand_param_groups,
     build_lr_scheduler,
     build_optimizer,
@@ -121,3 +123,12 @@ def test_the_module_has_the_other_names_of_detectron2s() -> None:
     assert issubclass(LRMultiplier, LRScheduler)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     assert len(_expand_param_groups([{"params": parameters, "lr": 1.0}])) == 2
+
+
+def test_fvcores_steps_have_its_values_also_where_the_progress_is_rounded() -> None:
+    steps = StepParamScheduler(9, [0.1, 0.01, 0.001])
+    assert [steps(i / 9) for i in (0, 2, 3, 6, 9)] == [0.1, 0.1, 0.01, 0.001, 0.001]
+    halves = StepWithFixedGammaParamScheduler(0.5, 2, 0.5, 9)
+    assert [halves(i / 9) for i in (0, 2, 3, 6, 9)] == [0.5, 0.5, 0.25, 0.125, 0.125]
+    with pytest.raises(TypeError, match="list"):
+        StepParamScheduler(9, {0.1, 0.01})  # type: ignore[arg-type]

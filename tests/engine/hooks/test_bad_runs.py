@@ -24,7 +24,7 @@ from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from hooktrain.strategy import wrap_in_ddp
+from hooktrain.strategy import create_ddp_model
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor
 from processes import wait_until
@@ -176,9 +176,7 @@ def test_a_poisoned_buffer_ends_the_run() -> None:
 
 def two_ranks(kind: str, poisoned_rank: int) -> tuple[list[Tensor], int, list[float]]:
     model: Any = LinearLoss()
-    model = (
-        wrap_in_ddp(model, torch.device("cpu")) if kind == "ddp" else shard_model(model)
-    )
+    model = create_ddp_model(model) if kind == "ddp" else shard_model(model)
     mine = {2} if comm.get_rank() == poisoned_rank else set()
     trainer = SimpleTrainer(model, data(mine), adam(model), gather_metric_period=4)
     trainer.register_hooks([hooks.SkipNonFinite()])
@@ -203,7 +201,7 @@ def one_accumulation_is_open(folder: str) -> int:
     """Rank 1 poisons the accumulation of one optimizer while the other one updates."""
     model = Two()
     for name in ("one", "two"):
-        setattr(model, name, wrap_in_ddp(getattr(model, name), torch.device("cpu")))
+        setattr(model, name, create_ddp_model(getattr(model, name)))
     wrappers = OptimWrapperDict(
         one=OptimWrapper(adam(model.one)),
         two=OptimWrapper(adam(model.two), accumulative_counts=2),
