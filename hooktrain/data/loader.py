@@ -281,9 +281,8 @@ def _stream_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
         return DataLoader(dataset, **options)
     module = import_module("torchdata.stateful_dataloader")
     with catch_warnings():
-        filterwarnings(
-            "ignore", "'set_vital'"
-        )  # torchdata still calls this deprecated function
+        # torchdata still calls this deprecated function.
+        filterwarnings("ignore", "'set_vital'")
         return module.StatefulDataLoader(dataset, **options)  # type: ignore[no-any-return]
 
 

@@ -183,9 +183,8 @@ class TrainerBase:
                 self._run_iterations()
             except BaseException as error:
                 self._end_failed_run(error)
-                if isinstance(
-                    error, StopIteration
-                ):  # a loop around this would just end
+                # Raised on, it would just end a loop around this.
+                if isinstance(error, StopIteration):
                     raise RuntimeError(
                         f"StopIteration in iteration {self.iter}: what a step reads has ended"
                     ) from error

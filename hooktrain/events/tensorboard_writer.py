@@ -43,9 +43,8 @@ class TensorboardXWriter(ScalarWriter):
         """Torch's writer, which has more methods, such as ``add_graph`` and ``add_text``."""
         from torch.utils.tensorboard import SummaryWriter
 
-        os.makedirs(
-            self._log_dir, exist_ok=True
-        )  # somebody may have deleted the folder
+        # Somebody may have deleted the folder.
+        os.makedirs(self._log_dir, exist_ok=True)
         if self._open is None:
             self._open = SummaryWriter(self._log_dir, **self._arguments)
             # A file that follows a close() belongs to the same run.

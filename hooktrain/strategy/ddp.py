@@ -87,9 +87,8 @@ def create_ddp_model(
     Raises:
         ImportError: if there is no such wrapper.
     """
-    init_weights_once(
-        model
-    )  # it comes first, since all ranks get the weights of rank 0
+    # Before the ranks get the weights of the first one.
+    init_weights_once(model)
     if comm.get_world_size() == 1:
         return model
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

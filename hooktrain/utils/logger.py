@@ -57,9 +57,8 @@ class _TerminalHandler(_Handler):
         return f"{level} {line}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (
-            sys.stdout is not None
-        ):  # it is None in a process that was started without one
+        # A process may have been started without it.
+        if sys.stdout is not None:
             self.stream = sys.stdout
             if not _cell():
                 _draw("")
@@ -121,9 +120,8 @@ def _log_file(output: str | os.PathLike[str], rank: int) -> Path:
     path = Path(on_disk(output))
     if path.suffix not in (".txt", ".log"):
         path = path / "log.txt"
-    if (
-        rank >= 128
-    ):  # so many files are a burden to a file system, and nobody reads them
+    # So many files are a burden to a file system, and nobody reads them.
+    if rank >= 128:
         return Path(os.devnull)
     if rank > 0:
         path = path.with_name(f"{path.name}.rank{rank}")

@@ -130,9 +130,8 @@ def importable_name(obj: Any) -> tuple[str, str]:
         return "torch", str(obj).removeprefix("torch.")
     home = getattr(obj, "__module__", None) or ""
     name = getattr(obj, "__qualname__", "")
-    name = name.removeprefix(
-        "_VariableFunctionsClass."
-    )  # as in torch.tanh.__qualname__
+    # This is in the qualified name of torch.tanh, for example.
+    name = name.removeprefix("_VariableFunctionsClass.")
     modules = accumulate(home.split("."), "{}.{}".format)
     for module in modules:
         with suppress(ImportError, AttributeError, ValueError):
@@ -186,8 +185,7 @@ def _parameters(target: Any) -> set[str]:
     """The parameters of a function, or of the constructors of a class and its bases."""
     found: set[str] = set()
     for each in getattr(target, "__mro__", [target]):
-        with suppress(
-            TypeError, ValueError
-        ):  # some functions written in C have no signature
+        # Some functions written in C have no signature.
+        with suppress(TypeError, ValueError):
             found.update(inspect.signature(each).parameters)
     return found

@@ -84,9 +84,8 @@ def map_leaves(
     if callable(getattr(data, "to", None)):
         return function(path, data)
     if isinstance(data, Mapping):
-        changed: Any = copy.copy(
-            data
-        )  # since not every kind of dict can be made from pairs
+        # It is copied, since not every kind of dict can be made from pairs.
+        changed: Any = copy.copy(data)
         for key, item in data.items():
             changed[key] = inside(key, item)
         return changed
@@ -213,7 +212,6 @@ def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(copying):
         moved = tensor.to(device, non_blocking=True)
     computing.wait_stream(copying)
-    moved.record_stream(
-        computing
-    )  # its memory is not reused before this stream has used it
+    # So its memory is not reused before this stream has used it.
+    moved.record_stream(computing)
     return moved
