@@ -27,7 +27,7 @@ dataloader = dict(
     train=L(build_train_loader)(
         dataset=L(DigitsDataset)(train=True), total_batch_size=64, seed="${train.seed}"
     ),
-    # What the model is evaluated on: it draws an image for each.
+    # The model is evaluated on these: it draws an image for each.
     test=L(build_test_loader)(
         dataset=L(fixed_latents)(count=500, latent_size="${model.latent_size}", seed=1),
         batch_size=250,

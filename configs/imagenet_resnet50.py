@@ -11,7 +11,7 @@ those of torchvision's references. The average of the weights is an addition.
 
 GluonCV reports 77.67 % (93.82 % among the five highest) for these numbers, 120 epochs and changes
 of colours too, as resnet50_v1b. NVIDIA's DeepLearningExamples report 76.9 to 77.2 % for 90 epochs
-with another rate and weight decay. This configuration has not been trained to its end: it has no
+with another rate and weight decay. This configuration has not been trained to its end, so it has no
 result of its own.
 """
 

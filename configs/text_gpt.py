@@ -1,9 +1,9 @@
 """A transformer learns to write like the documentation of Python, in two minutes on two CPU cores.
 
-It comes to about 1.9 bits for each character of the tenth that is held out (CPython 3.11). What a
-table of single characters needs is 4.68, of pairs 3.45, of triples 2.62.
+It reaches about 1.9 bits for each character of the tenth that is held out (CPython 3.11). A table
+of single characters needs 4.68, one of pairs 3.45, one of triples 2.62.
 
-A larger one needs one override, model.size=medium or model.size=large; on a GPU, for example:
+A larger model needs one override, model.size=medium or model.size=large; on a GPU, for example:
 
     model.size=large dataloader.train.total_batch_size=64 optimizer.lr=5e-4
 """

@@ -2,7 +2,7 @@
 
     python tools/api_reference.py output/api
 
-The page of a package has all that people import from it. Needs the extra `docs`.
+The page of a package has all names that users import from it. The script needs the extra `docs`.
 """
 
 import importlib
@@ -23,7 +23,7 @@ def modules() -> list[ModuleType]:
 
 
 def exports(package: ModuleType) -> list[str]:
-    """What people import from a package: its modules and its names."""
+    """What users import from a package: its modules and its names."""
     names = [info.name for info in pkgutil.iter_modules(package.__path__)]
     for name, value in vars(package).items():
         is_known = name.startswith("_") or name in names
@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
     """Tell pdoc what packages export, and let it write the pages."""
     import pdoc
 
-    # What only type checkers import is not found.
+    # Names that only type checkers import are not found.
     warnings.filterwarnings("ignore", "Error parsing type annotation")
     for module in modules():
         if hasattr(module, "__path__"):

@@ -6,9 +6,10 @@
     python tools/benchmark.py fsdp
 
 Machines are noisy and drift, so a process trains by a bare loop and by hooktrain's in turns, and
-the result is the median over the pairs: on the CPU, for ``step`` (a linear layer) in one process,
-for ``ddp`` (the same) and ``fsdp`` (a small transformer) in two. hooktrain's loop has a timer, a
-schedule, and the metrics of every iteration, which go to the console and to JSON each 20.
+the result is the median over the pairs. ``step`` trains a linear layer in one process, ``ddp`` the
+same in two, and ``fsdp`` a small transformer in two, all on the CPU. hooktrain's loop has a timer,
+a schedule, and the metrics of every iteration, which go to the console and to JSON every 20
+iterations.
 
 With ``--instructions`` it counts the instructions of a step instead, which are the same on a busy
 machine as on an idle one. valgrind (a package of most systems) runs 100 and 1,100 steps of each
@@ -43,7 +44,7 @@ from hooktrain.utils.periods import Period
 
 
 class Model(nn.Module):
-    """The smallest step that is one: a linear layer of 16 by 16 and its mean square."""
+    """A model with a very small step: a linear layer of 16 by 16 and its mean square."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class InTurns(HookBase):
         self._starts: list[float] = []
 
     def before_step(self) -> None:
-        """Note when an iteration starts: from there to the next start is all that it costs."""
+        """Note when an iteration starts; it lasts until the next one starts."""
         self._starts.append(time.perf_counter())
 
     def after_step(self) -> None:
@@ -97,7 +98,7 @@ def model_and_batch(kind: str) -> tuple[nn.Module, Any]:
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """That of all loops."""
+    """The optimizer of all loops."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -113,7 +114,7 @@ def bare_step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) ->
 def train(
     model: nn.Module, batch: Any, total: int, last: Sequence[HookBase] = ()
 ) -> None:
-    """Train by hooktrain, with what most runs have; ``last`` are further hooks."""
+    """Train by hooktrain, with the hooks that most runs have; ``last`` are further hooks."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open(f"{folder}/console", "w") as console,
@@ -154,7 +155,7 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
 
 
 def run_steps(loop: str, iterations: int) -> None:
-    """Run one of the loops in this process, for somebody who counts its instructions."""
+    """Run one of the loops in this process, while valgrind counts its instructions."""
     torch.set_num_threads(1)
     model, batch = model_and_batch("step")
     if loop == "hooktrain":
@@ -168,10 +169,10 @@ def run_steps(loop: str, iterations: int) -> None:
 def count_instructions(loop: str) -> float:
     """The instructions of a step of a loop, in thousands."""
     counts = []
-    # What else would differ from run to run: threads that wait busily, and the order of sets.
+    # Threads that wait busily and the order of sets would differ from run to run.
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONHASHSEED": "0"}
-    # Else the first of the processes would compile the package's files.
+    # This compiles the package's files, which the first of the processes would do otherwise.
     run_steps(loop, 20)
     for iterations in (100, 1100):
         command = ["setarch", "--addr-no-randomize"]

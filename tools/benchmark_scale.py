@@ -5,17 +5,17 @@
     python tools/benchmark_scale.py sampler
     python tools/benchmark_scale.py connections
 
-``ranks`` trains in one process that takes itself for the main one of many: under torch's fake
-process group collectives return at once, with nothing from the others. So it measures what a rank
-itself does, and counts what it sends, but neither the network nor the wait for others. Runs of all
-sizes take turns, since machines are noisy and drift. What others do on the machine can only add
-time: the fastest round says most, the median how disturbed the rounds were.
+``ranks`` trains in one process that acts as the main one of many: under torch's fake process group
+collectives return at once, with nothing from other ranks. So it measures what a rank itself does,
+and counts what it sends, but neither the network nor the wait for others. Runs of all sizes take
+turns, since machines are noisy and drift. Other programs can only add time, so the fastest round is
+the best estimate, and the median shows how disturbed the rounds were.
 
 ``checkpoint`` measures, on this disk and one core, each thing that is done to the bytes of a
-checkpoint, and prints from that, by arithmetic, what larger ones would cost.
+checkpoint. From that it computes what larger checkpoints would cost.
 
-``sampler`` measures, for a rank of 4,096 with 32 samples each, how long the first batch of a
-resumed loader takes to be chosen and each one after it, and the memory of that.
+``sampler`` measures, for a rank of 4,096 with 32 samples each, how long a resumed loader takes to
+choose its first batch and each later one, and how much memory.
 
 ``connections`` starts real processes on this machine, a multiple of eight, that join over gloo, and
 counts the files that each of them has open (Linux).
@@ -79,7 +79,7 @@ class Model(nn.Module):
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives, by whichever function they are begun, and the bytes given to them."""
+    """Counts the collectives of all functions that begin them, and the bytes passed to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,11 +89,11 @@ class Traffic(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # first it becomes collectives and tensors
+            return NotImplemented  # DTensor first turns it into collectives and tensors
         names = [argument.name for argument in func._schema.arguments]
         if func.namespace == "c10d" or "group_name" in names:
             self.count += 1
-            # What comes in has its own argument, or is changed in place.
+            # The input has an argument of its own, or is changed in place.
             given = [i for i, name in enumerate(names) if name.startswith("input")]
             leaves = tree_leaves(args[given[0] if given else 0])
             self.bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
@@ -102,7 +102,7 @@ class Traffic(TorchDispatchMode):
 
 @contextmanager
 def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
-    """This process is one of so many."""
+    """Inside, this process acts as one of so many ranks."""
     if ranks == 1:
         yield
         return
@@ -144,9 +144,9 @@ def full_stack(metrics: int, iterations: int) -> Iterator[SimpleTrainer]:
 
 
 def microseconds(ranks: int, metrics: int, iterations: int) -> float:
-    """The processor's time for an iteration; others on the machine disturb that least.
+    """The processor time of an iteration, which other programs disturb least.
 
-    Without the start of a run, when each rank reads the names of the hooks of all ranks.
+    It leaves out the start of a run, when each rank reads the names of the hooks of all ranks.
     """
     with one_of(ranks), full_stack(metrics, iterations) as trainer:
         starts: list[float] = []
@@ -196,9 +196,9 @@ def ranks_command(
 
 
 def seconds_of(function: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """The time of the fastest of several calls, and that of the processor.
+    """The wall time and the processor time of the fastest of several calls.
 
-    Others on the machine only add to them, to the second one least. It knows of no disk.
+    Other programs only add to them, least to the second one, which leaves out the disk.
     """
     times, busy = [], []
     for _ in range(rounds):
@@ -221,7 +221,7 @@ Speeds = dict[str, tuple[float, float]]
 
 
 def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
-    """GB/s of what is done to the bytes of a checkpoint, and GB in a second of the processor."""
+    """GB/s of each thing that is done to the bytes of a checkpoint, and GB a processor second."""
     count = 48
     size = max(1, int(gigabytes * 1e9 / 4 / count))
     state = {f"layer_{i}": torch.rand(size) for i in range(count)}
@@ -251,7 +251,7 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
 
 
 def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
-    """What a rank proposes to write of so many sharded tensors, as it is sent."""
+    """The plan of a rank for writing so many sharded tensors, as it is sent."""
     with one_of(ranks, rank):
         mesh, shape = init_device_mesh("cpu", (ranks,)), torch.Size([ranks, 4])
         options = {"run_check": False, "shape": shape, "stride": (4, 1)}
@@ -269,10 +269,10 @@ def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
 
 
 def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
-    """What a tensor of a rank adds for the main process: bytes and us of the plan, of its results.
+    """Bytes and us that each tensor of a rank adds for the main process: plan, and results.
 
-    The plans of all ranks are settled when the tensors are saved for the first time; what was
-    written comes together at each save, and goes into the metadata.
+    The plans of all ranks are settled when the tensors are saved for the first time. The results of
+    all ranks are collected at each save, and go into the metadata.
     """
     sent = [plan_of(rank, ranks, tensors) for rank in range(ranks)]
     planner = DefaultSavePlanner(
@@ -307,7 +307,7 @@ def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
 def costs(speed: Speeds, billions: float, ranks: int) -> list[Any]:
     """What a sharded checkpoint of so many parameters costs each of the ranks, in seconds.
 
-    By the processor's time, as if the disk kept up.
+    This is processor time, as if the disk kept up.
     """
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
     blocked = share / speed["copy into kept memory"][1]
@@ -344,7 +344,7 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
 def choosing(samples: int, ranks: int = 4096, share: int = 32) -> list[Any]:
     """Seconds to the first batch of the second epoch, us for each later one, and MiB of that.
 
-    Of the processor: others on the machine disturb these least.
+    These are processor times, which other programs disturb least.
     """
     with one_of(ranks):
         loader: Any = build_train_loader(

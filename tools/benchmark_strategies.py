@@ -2,8 +2,8 @@
 
     python tools/benchmark_strategies.py --config-file configs/digits_cnn.py --processes 2
 
-Each row is a run of tools/train_net.py in new processes, evaluated at its end: the median
-time of an iteration in its second half, and the last loss, which should hardly differ between rows.
+Each row is a run of tools/train_net.py in new processes. It shows the median time of an iteration
+in the second half, and the last loss, which should hardly differ between rows.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def run(
     lines = [line for line in lines if "time" in line]
     times = [line["time"] for line in lines[len(lines) // 2 :]]
     losses = {name: value for name, value in lines[-1].items() if "loss" in name}
-    # A model that owns its step has no sum.
+    # A model that owns its step may log no sum.
     loss = losses.get("total_loss", next(iter(losses.values())))
     return f"{1000 * statistics.median(times):.1f}", f"{loss:.5f}"
 

@@ -1,4 +1,4 @@
-"""Look into checkpoints, check them, and convert them.
+"""Inspect, verify and convert checkpoints.
 
     python tools/checkpoint.py inspect PATH                 # a file or a sharded folder
     python tools/checkpoint.py verify PATH
@@ -9,8 +9,8 @@
 
 The last two also take the checkpoints of other libraries, and write a FILE.safetensors where that
 package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE of any other name.
-What is read may be the address of a file too, such as s3://bucket/model.pth. Everything is read by
-one process, without a process group, and verified first. A conversion holds the whole state in
+PATH may also be the address of a file, such as s3://bucket/model.pth. One process reads everything,
+without a process group, and verifies it first. A conversion holds the whole state in
 memory. The exit code is 1 if a checkpoint is broken or cannot be read.
 """
 
@@ -39,7 +39,7 @@ from hooktrain.utils.tensors import map_leaves
 
 
 def inspect(path: Path) -> None:
-    """Print a table of the tensors, and the other values below."""
+    """Print a table of the tensors, and a table of the other values."""
     tensors: dict[str, Tensor] = {}
 
     def take(keys: tuple[Any, ...], leaf: Any) -> Any:
@@ -123,7 +123,7 @@ def write_weights(state: Mapping[str, Any], file: Path) -> None:
             tensors[name] = value.clone(memory_format=torch.contiguous_format)
     others = sorted(state.keys() - tensors)
     if others:
-        print(f"left out, since {file} can hold tensors only: {others}")
+        print(f"left out, since {file} can only hold tensors: {others}")
     safetensors.save_file(tensors, file)
 
 

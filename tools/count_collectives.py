@@ -1,9 +1,9 @@
-"""Count the collectives of what happens now and then: checkpoints, resumes, evaluations.
+"""Count the collectives of steps, checkpoints, resumes and evaluations.
 
     python tools/count_collectives.py
 
-A few processes do each of them, and the main one prints how many collectives torch has run, whoever
-began them, and the bytes that it gave to them. tools/benchmark_scale.py counts those of a period.
+A few processes do each of these. The main process prints how many collectives torch has run, its
+own too, and how many bytes it passed to them. tools/benchmark_scale.py counts those of a period.
 """
 
 import argparse
@@ -31,7 +31,7 @@ COUNTS: list[tuple[str, int, int]] = []
 
 
 def count(what: str, function: Callable[[], object]) -> None:
-    """Do something, and note how many collectives that took."""
+    """Call a function, and note how many collectives it took."""
     with Traffic() as traffic:
         function()
     COUNTS.append((what, traffic.count, traffic.bytes))

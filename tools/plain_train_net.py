@@ -2,9 +2,9 @@
 
     python tools/plain_train_net.py --config-file configs/digits_cnn.py
 
-It uses the parts of hooktrain that it likes: the configuration, checkpoints, metrics, evaluation.
-What it leaves out is what the trainer adds: mixed precision, accumulation, random numbers that a
-resume does not change, and hooks.
+It uses some parts of hooktrain: the configuration, checkpoints, metrics, evaluation. It lacks what
+the trainer adds: mixed precision, accumulation, random numbers that a resume does not change, and
+hooks.
 """
 
 import argparse

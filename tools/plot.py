@@ -4,8 +4,8 @@
     python tools/plot.py RUN RUN --metrics total_loss lr --smooth 10 --out compared.svg
     python tools/plot.py RUN --watch                           # again every ten seconds
 
-A run is its folder, or its metrics.json. There is a panel for losses, results of evaluations, other
-metrics, rates and times.
+RUN is the folder of a run, or its metrics.json. There is a panel each for losses, results of
+evaluations, other metrics, rates and times.
 """
 
 import argparse
@@ -32,16 +32,14 @@ Points = list[tuple[int, float]]
 
 @dataclass
 class Line:
-    """The values of a metric of a run, and what is drawn of them."""
+    """The values of a metric of a run, and the points that are drawn."""
 
     values: Points
-    count: int = (
-        1  # each point is drawn as the mean of so many, the last of which it is
-    )
+    count: int = 1  # each point is drawn as the mean of so many, up to itself
 
     @property
     def points(self) -> Points:
-        """What is drawn."""
+        """The points that are drawn: iterations and means."""
         means: Points = []
         for end, (iteration, _) in enumerate(self.values, 1):
             last = self.values[max(0, end - self.count) : end]

@@ -43,7 +43,7 @@ logger = logging.getLogger("hooktrain.train_net")
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """The arguments that scripts share, and three more."""
+    """The arguments that scripts share, and three of this script."""
     parser = default_argument_parser()
     best = "with --eval-only: evaluate the best model of the run's folder"
     parser.add_argument("--best", action="store_true", help=best)
@@ -63,9 +63,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             sys.stdout.write(LazyConfig.to_json(cfg))
         return {}
     if args.best and not args.eval_only:
-        raise ValueError("--best is for --eval-only: training goes on by --resume")
+        raise ValueError("--best needs --eval-only; to go on training, use --resume")
     if args.dry_run and (args.resume or args.eval_only):
-        raise ValueError("--dry-run begins anew: leave out --resume and --eval-only")
+        raise ValueError(
+            "--dry-run starts a new run: leave out --resume and --eval-only"
+        )
     if args.dry_run:
         cfg.train.output_dir = ""  # a temporary folder takes its place
         default_setup(cfg, args)
@@ -137,7 +139,7 @@ def load_best(checkpointer: Checkpointer) -> None:
 def load_whole(checkpointer: Checkpointer, path: str | Path) -> dict[str, Any]:
     """Load a model to evaluate, and return the content of its checkpoint.
 
-    Weights of other shapes are refused: random ones in their place would be evaluated.
+    Weights of other shapes are refused, since random weights would be evaluated in their place.
     """
     logger.info("Loading model from %s", path)
     content = checkpointer.read(path)
@@ -151,7 +153,7 @@ def first_batches(loader: Any) -> list[Any]:
 
 
 class Clock(HookBase):
-    """Measures the last step: the first one allocates, and compiles."""
+    """Measures the last step, since the first one also allocates and compiles."""
 
     seconds = 0.0
 
@@ -160,7 +162,7 @@ class Clock(HookBase):
         self._start = time.perf_counter()
 
     def after_step(self) -> None:
-        """Stop it, when the device is done."""
+        """Stop the clock when the device is done."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # a host-device synchronisation
         self.seconds = time.perf_counter() - self._start
@@ -169,8 +171,8 @@ class Clock(HookBase):
 def dry_run(cfg: Any) -> None:
     """Train two iterations, evaluate two batches, and log what the whole run would take.
 
-    All that the run does is real, checkpoints and files of metrics too, in a temporary
-    folder that is removed at the end. The weights are those that a new run begins with.
+    The run also writes checkpoints and files of metrics, into a temporary folder that is removed at
+    the end. The weights are those that a new run begins with.
 
     Args:
         cfg: the configuration; its ``train.output_dir`` and its test data are changed.
@@ -190,7 +192,7 @@ def dry_run(cfg: Any) -> None:
         trainer.register_hooks([clock], before=HookBase)
         trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=False)
         trainer.train(max_iter=min(2, length))
-        # The folder of the main process goes, and others may be writing in it.
+        # The main process removes the folder, so wait until no other writes in it.
         comm.synchronize()
     logger.info(
         "The run works: %.4f s an iteration, about %s for all %s, without evaluations",
@@ -241,5 +243,5 @@ if __name__ == "__main__":
     except Exception as error:
         if args.log_level == "debug":
             raise
-        logger.debug("It ends by an error", exc_info=True)  # for log.txt
+        logger.debug("The run ends by an error", exc_info=True)  # for log.txt
         raise SystemExit(f"train_net.py: {in_short(error)}") from None

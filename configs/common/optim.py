@@ -1,4 +1,4 @@
-"""Optimizers. `params.model` is filled in by the training script."""
+"""Optimizers. `build_optimizer` of hooktrain.engine.build fills in `params.model`."""
 
 import torch
 

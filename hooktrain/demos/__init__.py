@@ -1,4 +1,4 @@
-"""Demonstrations: data sets, models, evaluators and hooks that nothing else depends on."""
+"""Data sets, models, evaluators and hooks of the shipped configurations."""
 
 from hooktrain.demos.digits import (
     CLASS_NAMES as CLASS_NAMES,

@@ -46,7 +46,7 @@ class DigitsDataset(Dataset[Sample]):
     of shape (1, 8, 8) in [0, 1], and ``label``, an int from 0 to 9.
 
     Args:
-        train: which of the two parts.
+        train: True for the training part, False for the test part.
         transform: applied to each sample.
     """
 
@@ -98,7 +98,7 @@ class RandomShift:
 class DigitsCNN(nn.Module):
     """Four convolutions and a linear layer for images of 8 by 8 pixels.
 
-    Two stages, with ``channels`` and then ``2 * channels`` maps; each consists of two 3x3
+    It has two stages, with ``channels`` and then ``2 * channels`` maps. Each has two 3x3
     convolutions, with BatchNorm and ReLU after each, and halves the image at its end, in the manner
     of VGG (Simonyan and Zisserman, arXiv:1409.1556).
 
@@ -140,7 +140,7 @@ class DigitsCNN(nn.Module):
 
 
 def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
-    """Two convolutions, then half the height and width."""
+    """A stage: two convolutions, then half the height and width."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -161,20 +161,20 @@ def trained_digits_cnn(
 ) -> DigitsCNN:
     """Train a small :class:`DigitsCNN` on the CPU, in a second or two.
 
-    The same arguments give the same classifier, and torch's global generator is afterwards as it
-    was before: the run around it goes on as if nothing had happened.
+    The same arguments give the same classifier. The state of torch's global generator is restored
+    at the end, so that the run around it is not disturbed.
 
     Args:
         dataset: digits with ``"image"`` and ``"label"``.
         epochs: passes through the data set, at least 1.
-        channels: of the network.
-        seed: of the first weights, the order of the samples, and what the data set draws.
+        channels: those of the network.
+        seed: it decides the first weights, the order of the samples, and what the data set draws.
 
     Returns:
         The network, in evaluation mode, without gradients.
     """
     with torch.random.fork_rng(devices=[]):
-        # The CPU's generator alone, since only that one is brought back.
+        # Only the CPU's generator is seeded, since only its state is restored.
         torch.default_generator.manual_seed(seed)
         model = DigitsCNN(channels=channels)
         order = torch.Generator().manual_seed(seed)

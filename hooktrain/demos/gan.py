@@ -22,11 +22,11 @@ class DigitsGAN(nn.Module):
     """Learns to draw digits, with a discriminator that tries to distinguish them from real ones.
 
     Both are perceptrons with two hidden layers and without normalisation, so there are no buffers.
-    Trained with the non-saturating loss (Goodfellow et al., arXiv:1406.2661). Each has its own
-    optimizer, and may be wrapped in DistributedDataParallel separately.
+    They are trained with the non-saturating loss (Goodfellow et al., arXiv:1406.2661). Each has its
+    own optimizer, and may be wrapped in DistributedDataParallel separately.
 
     Args:
-        latent_size: random numbers to make an image of, at least 1.
+        latent_size: how many random numbers an image is made from, at least 1.
         hidden_size: the width of the hidden layers, at least 1.
         discriminator_steps: updates of the discriminator before each one of the generator, all
             with the same real images, at least 1.
@@ -94,7 +94,7 @@ class DigitsGAN(nn.Module):
     def train_discriminator(
         self, images: Tensor, optimizer_wrapper: Any
     ) -> dict[str, Tensor]:
-        """One backward pass: real images should get high logits, and drawn ones low logits.
+        """Make one update, so that real images get high logits, and drawn ones low logits.
 
         Args:
             images: real ones, on the model's device.
@@ -105,7 +105,7 @@ class DigitsGAN(nn.Module):
             with torch.no_grad():
                 drawn = self.generator(latents)
                 drawn = drawn.to(images.dtype)
-            # One forward pass for both: DistributedDataParallel wants one to each backward.
+            # One forward pass for both: DistributedDataParallel needs one for each backward pass.
             both = torch.cat([images, drawn])
             logits = self.discriminator(both)
             real, fake = logits.float().chunk(2)
@@ -120,7 +120,7 @@ class DigitsGAN(nn.Module):
         }
 
     def train_generator(self, count: int, optimizer_wrapper: Any) -> dict[str, Tensor]:
-        """One backward pass: drawn images should get high logits.
+        """Make one update, so that drawn images get high logits.
 
         Args:
             count: how many to draw.
@@ -171,7 +171,7 @@ def _hidden_layers(in_features: int, width: int) -> list[nn.Module]:
 
 @contextmanager
 def _frozen(module: nn.Module) -> Iterator[None]:
-    """Inside, gradients pass through a module, and its parameters get none."""
+    """Inside, gradients pass through a module, but its parameters get none."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     try:
         for parameter in parameters:
@@ -193,8 +193,8 @@ class SampleQualityEvaluator(DatasetEvaluator):
         classifier: logits of shape (N, C) from a batch ``{"image": samples}``. It is used in
             evaluation mode, on the samples' device.
         class_names: one for each of the C classes.
-        real: batches with ``"image"`` and ``"label"``, each rank's own share: how good the
-            classifier itself is on them is reported too. None leaves that out.
+        real: batches with ``"image"`` and ``"label"``, each rank's own share. The accuracy of the
+            classifier on them is reported too; None leaves that out.
     """
 
     def __init__(

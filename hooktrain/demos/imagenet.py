@@ -39,7 +39,7 @@ class ImageClassifier(nn.Module):
         if not self.training:
             return logits
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        # A smoothed loss is hard to read: it never comes near 0.
+        # A smoothed loss never comes near 0, so the accuracy is easier to read.
         is_right = logits.argmax(1) == labels
         accuracy = 100 * is_right.float().mean()
         return {"loss_cls": loss, "accuracy": accuracy}

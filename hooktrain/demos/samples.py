@@ -30,7 +30,7 @@ class PeriodicSampler(HookBase):
 
     Args:
         period: in iterations; the last iteration samples too, and with 0 no other.
-        folder: for the files.
+        folder: where the files are written.
 
     Raises:
         ValueError: for a negative period.
@@ -171,7 +171,7 @@ class TextSampler(PeriodicSampler):
         self._seed = seed
 
     def before_train(self) -> None:
-        """Refuse a model that cannot write before it has learnt for hours."""
+        """Refuse a model without ``generate`` before it has trained for hours."""
         model = unwrap_model(self.trainer.model)
         if not hasattr(model, "generate"):
             text = "TextSampler needs a model with a method generate"
@@ -188,7 +188,7 @@ class TextSampler(PeriodicSampler):
             self.write(".txt", lambda path: _write(path, text))
 
     def sample(self) -> str:
-        """The prompt, and how the model goes on from it now."""
+        """The prompt, and how the model continues it now."""
         prompt = self._vocabulary.encode(self._prompt)
         generator = torch.Generator().manual_seed(self._seed)
         with self.sampling() as model:
@@ -208,8 +208,7 @@ def write_png(path: Path, image: Tensor) -> None:
 
     Args:
         path: the file; its folder must exist.
-        image: shape (C, H, W), C 1 or 3; values in [0, 1] (what lies outside is clipped)
-            or uint8.
+        image: shape (C, H, W), C 1 or 3; values in [0, 1] (others are clipped) or uint8.
     """
     if image.is_floating_point():
         scaled = image.clamp(0, 1) * 255
@@ -249,7 +248,7 @@ def make_grid(
     """
     columns = min(columns, len(images))
     missing = -len(images) % columns
-    # Cells with their line at the top and left; the last line of each direction comes after.
+    # Each cell has its line at the top and left. The last lines are added at the end.
     cells = F.pad(images, (padding, 0, padding, 0, 0, 0, 0, missing))
     cells = cells.view(-1, columns, *cells.shape[1:])
     grid = cells.permute(2, 0, 3, 1, 4)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.utils import comm
 
-# Where a target has this value there is nothing to predict.
+# A target with this value is not predicted.
 IGNORED_TARGET = -1
 
 
@@ -24,12 +24,12 @@ IGNORED_TARGET = -1
 def load_python_docs() -> tuple[str, str]:
     """The topics of Python's ``help()`` by their names, about 370,000 characters, cut in two.
 
-    Some topics repeat parts of others, so each paragraph is taken once: what is held out was not
-    seen in training. The text differs between versions of CPython: train, resume and evaluate with
+    Some topics repeat parts of others, so each paragraph is taken once: training sees nothing of
+    the held-out text. The text differs between versions of CPython: train, resume and evaluate with
     the same one.
 
     Returns:
-        The text to train on, some nine tenths of the characters; and the rest, held out.
+        The text to train on, some nine tenths of the characters; and the rest, which is held out.
 
     Raises:
         ModuleNotFoundError: if this Python comes without ``pydoc_data.topics``, which is in the
@@ -63,10 +63,10 @@ def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
 class CharVocabulary:
     """The characters of a text, numbered from 1 on in the order of their code points.
 
-    Token 0 means every other character, and what is before a text.
+    Token 0 stands for every other character, and for the place before a text.
 
     Args:
-        text: where the characters come from.
+        text: the text whose characters are numbered.
 
     Attributes:
         characters: those that have a token, in order.
@@ -106,7 +106,7 @@ def python_docs_vocabulary() -> CharVocabulary:
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
-    """Pieces of a text, with what comes next after each of their characters.
+    """Pieces of a text, with the next character after each of theirs.
 
     A sample is a dict of ``tokens`` and ``targets``, both int64 of shape (block_size,); targets
     are the tokens one place further on. The first character of the text is predicted from token 0.
@@ -190,15 +190,15 @@ SIZES = {
 class TextGPT(nn.Module):
     """A causal transformer: GPT-2's, with rotary positions (RoFormer, arXiv:2104.09864).
 
-    No layer has a bias. Weights start from N(0, 0.02), those that write into the residual stream
-    from N(0, 0.02 / sqrt(2 * depth)), as in GPT-2 (Radford et al. 2019).
+    No layer has a bias. Weights are drawn from N(0, 0.02). Those that write into the residual
+    stream are drawn from N(0, 0.02 / sqrt(2 * depth)), as in GPT-2 (Radford et al. 2019).
 
     Args:
         vocab_size: how many tokens there are, at least 1.
         block_size: the longest text that the model sees at a time, at least 1.
         size: a name in ``SIZES``, or (depth, width, heads) with an even number of features a head.
-        dropout: the share that training leaves out, in [0, 1): of the embeddings, of the
-            attention's weights, and of what a layer adds.
+        dropout: the share of the embeddings, of the attention's weights and of the layers' outputs
+            that training leaves out, in [0, 1).
         fused: whether one matrix gives queries, keys and values. Three can be
             divided by heads, as :mod:`hooktrain.demos.text_parallel` does.
 
@@ -293,7 +293,7 @@ class TextGPT(nn.Module):
         """
         tokens = prompt.cpu()
         for _ in range(count):
-            # Through __call__, as a wrapper such as FSDP needs it.
+            # The model is called by __call__, which a wrapper such as FSDP needs.
             seen = tokens[-self.block_size :]
             batch = {"tokens": seen.unsqueeze(0)}
             logits = self(batch)[0, -1]
@@ -310,7 +310,7 @@ class TextGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention, then a perceptron at each place, each added to what came in.
+    """A layer: attention, then a perceptron at each place, each added to its input.
 
     Args:
         width: features of a place.
@@ -337,10 +337,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """What comes out: (N, T, width), as ``x``.
+        """Compute the layer's output, (N, T, width) as ``x``.
 
         Args:
-            x: what comes in.
+            x: the input.
             rotation: cosines and sines of the places, shape (2, T, width / heads / 2).
         """
         attended = self._attend(self.attention_norm(x), rotation)
@@ -351,8 +351,8 @@ class Block(nn.Module):
         return x + added
 
     def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
-        # (N, T, 3 * width) becomes three of (N, heads, T, width / heads). A rank may have
-        # some of the heads only.
+        # (N, T, 3 * width) becomes three of (N, heads, T, width / heads). With tensor parallelism
+        # a rank has only some of the heads.
         head_width = x.shape[-1] // self.heads
         parts = self.attention_in(x)
         parts = parts.unflatten(-1, (3, -1, head_width))
@@ -373,7 +373,7 @@ class Block(nn.Module):
 
 
 class ThreeLinears(nn.Module):
-    """Queries, keys and values by a matrix each.
+    """Three matrices, one each for queries, keys and values.
 
     Args:
         width: features of a place.
@@ -391,7 +391,7 @@ class ThreeLinears(nn.Module):
 
 
 def _rotation(length: int, width: int, device: torch.device) -> Tensor:
-    """Cosines and sines of all places and speeds. Quick to compute, so that nothing is kept."""
+    """Cosines and sines of all places and speeds. They are quick to compute, so none are kept."""
     features = torch.arange(0, width, 2, device=device)
     speeds = 10000.0 ** (-features / width)
     places = torch.arange(length, device=device)
@@ -420,7 +420,7 @@ def _checked_size(size: str | tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 class BitsPerCharacterEvaluator(DatasetEvaluator):
-    """The bits that a character of a text takes, if it is coded by a model's predictions.
+    """Computes the bits that a character of a text takes if a model's predictions encode it.
 
     It is the mean over all predicted characters, however they are divided into batches and among
     ranks. Losses are summed in float64 (float32 on Apple's devices, which have no other), and stay

@@ -18,13 +18,13 @@ from hooktrain.demos.text import TextGPT
 def parallelize(model: TextGPT, mesh: DeviceMesh) -> None:
     """Divide a model among the ranks of the dimension ``"tensor"`` of a mesh.
 
-    Between the matrices each rank has all features of its part of the places; inside, its
-    part of the features of all places (Megatron-LM, arXiv:2104.04473 and 2205.05198).
+    Between the matrices each rank has all features of its part of the places. Inside them it has
+    its part of the features of all places (Megatron-LM, arXiv:2104.04473 and 2205.05198).
 
     Args:
-        model: with ``fused=False``. Its heads and its vocabulary must be multiples of the
+        model: one with ``fused=False``. Its heads and its vocabulary must be multiples of the
             number of ranks.
-        mesh: of :class:`hooktrain.strategy.FSDPStrategy`.
+        mesh: the mesh of :class:`hooktrain.strategy.FSDPStrategy`.
     """
     places = Shard(1)
     # DTensors know their whole shape, so places need not be a multiple of the ranks.
@@ -32,7 +32,7 @@ def parallelize(model: TextGPT, mesh: DeviceMesh) -> None:
     plan = {
         "embedding": to_places(input_layouts=Replicate()),
         "blocks.*.*_norm": SequenceParallel(),
-        # Once for the three matrices in it.
+        # The input is gathered once for the three matrices.
         "blocks.*.attention_in": PrepareModuleInput(
             input_layouts=places, desired_input_layouts=Replicate()
         ),
