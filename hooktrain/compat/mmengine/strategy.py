@@ -34,7 +34,7 @@ from hooktrain.strategy.base import Compile
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.file_io import AnyPath, on_disk
+from hooktrain.utils.file_io import AnyPath, lock_folder, on_disk
 from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.tensors import full_tensors
 
@@ -415,6 +415,9 @@ class BaseStrategy(strategy.BaseStrategy):
     ) -> None:
         """Write a checkpoint; see :meth:`hooktrain.checkpoint.Checkpointer.save`.
 
+        The first one claims its folder for this run, and removes the temporary files that
+        a killed run has left there.
+
         Args:
             filename: its path. A file there is replaced in one go.
             save_optimizer: with the optimizer's state, if there is one.
@@ -425,6 +428,9 @@ class BaseStrategy(strategy.BaseStrategy):
             callback: called with the checkpoint, which it may change, on each rank that
                 saves.
             tag: make it the one to resume from, in its folder.
+
+        Raises:
+            RuntimeError: if another run is using the folder.
         """
         extra = dict(extra_ckpt or {})
         extra["meta"] = {**extra.get("meta", {}), "seed": self.seed}
@@ -432,6 +438,9 @@ class BaseStrategy(strategy.BaseStrategy):
         checkpointer = self._checkpointer(
             folder, save_optimizer, save_param_scheduler, callback
         )
+        if checkpointer.save_to_disk:
+            os.makedirs(folder, exist_ok=True)
+            lock_folder(folder)
         checkpointer.save(name.removesuffix(".pth"), tag=tag, **extra)
 
     def load_checkpoint(

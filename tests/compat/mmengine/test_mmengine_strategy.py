@@ -399,6 +399,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(second.model_state_dict(), first.model_state_dict())
 
 
+def test_the_first_save_removes_what_a_killed_run_has_left(tmp_path: Path) -> None:
+    left = tmp_path / ".iter_3.pth.tmp-1-elsewhere"
+    left.write_bytes(b"half of a file")
+    prepared(tmp_path).save_checkpoint(tmp_path / "iter_3.pth")
+    assert not left.exists()
+    assert (tmp_path / "iter_3.pth").exists()
+
+
 def test_accumulation_goes_on_where_it_was(tmp_path: Path) -> None:
     accumulating = {"optim_wrapper": {**SGD, "accumulative_counts": 4}}
     first = prepared(tmp_path, **accumulating)
