@@ -2,12 +2,12 @@
 
     python tools/crash_campaign.py --faults 200
 
-A try is a training of the digits configuration in child processes, with one or two ranks, with or
-without loader workers, with files or folders of shards, in the foreground or the background. Faults
-strike it one after the other; after each the same command goes on. In the end its weights, its
-optimizer, its hooks and its rows of metrics must be those of an undisturbed run, bit for bit, with
-no process and no temporary file left. Everything random is drawn from ``--seed`` and the number of
-the try; only the moments at which the operating system acts on it differ.
+A try is a training of one of the scripts in tools/crash_scripts.py in child processes, with one or
+two ranks, with or without loader workers, with files or folders of shards, in the foreground or the
+background. Faults strike it one after the other; after each the same command goes on. In the end
+its weights, its optimizer, its hooks and its rows of metrics must be those of an undisturbed run,
+bit for bit, with no process and no temporary file left. Everything random is drawn from ``--seed``
+and the number of the try; only the moments at which the operating system acts on it differ.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any
 
 import compare_revisions
 import torch
-import train_net
+from crash_scripts import SCRIPTS, Variant
 from tabulate import tabulate
 
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -40,20 +40,7 @@ from hooktrain.engine import launch
 from hooktrain.events import load_json_metrics
 from hooktrain.utils import comm
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
 CONTEXT = multiprocessing.get_context("forkserver")
-OPTIONS = [
-    "train.max_iter=70",
-    "dataloader.train.total_batch_size=16",
-    "train.checkpointer.period=7",
-    "train.checkpointer.max_to_keep=3",
-    "train.eval_period=30",
-    "train.log_period=10",
-    "train.ema.enabled=true",
-    "train.watchdog_s=5",
-    "model.channels=4",
-    "model.dropout=0.5",
-]
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 LIMIT_SECONDS = 120.0
 ERRORS = {"a full disk": 28, "an input/output error": 5, "a stale file handle": 116}
@@ -76,27 +63,17 @@ FAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How a run is set up."""
-
-    ranks: int
-    workers: int
-    sharded: bool
-    background: bool
-
-    def options(self) -> list[str]:
-        """As overrides of the configuration."""
-        return [
-            f"dataloader.train.num_workers={self.workers}",
-            f"train.checkpointer.sharded={str(self.sharded).lower()}",
-            f"train.checkpointer.background={str(self.background).lower()}",
-        ]
-
-
-VARIANTS = [
-    Variant(*each) for each in product((1, 2), (0, 2), (False, True), (False, True))
-]
+# Three of eight tries are of scripts that use compat.
+TURNS = (
+    "core",
+    "DefaultTrainer",
+    "core",
+    "StepTrainer",
+    "core",
+    "own loop",
+    "core",
+    "core",
+)
 
 
 class LostRunError(Exception):
@@ -146,11 +123,11 @@ class AtCall:
             raise OSError(self.error, os.strerror(self.error or 0))
 
 
-def main(args: argparse.Namespace, folder: str, at_call: AtCall | None) -> None:
+def main(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     """What each rank does."""
     if at_call is not None and comm.get_rank() == at_call.rank % comm.get_world_size():
         at_call.install(folder)
-    train_net.main(args)
+    SCRIPTS[variant.script].main(folder, variant)
 
 
 def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
@@ -165,10 +142,7 @@ def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     multiprocessing.set_start_method("fork", force=True)
     module: Any = sys.modules[launch.__module__]
     module.start_processes = partial(module.start_processes, start_method="fork")
-    arguments = ["--resume", "--config-file", CONFIG, f"train.output_dir={folder}"]
-    arguments += [*OPTIONS, *variant.options()]
-    args = train_net.argument_parser().parse_args(arguments)
-    launch(main, variant.ranks, args=(args, folder, at_call))
+    launch(main, variant.ranks, args=(folder, variant, at_call))
 
 
 # In the process of the campaign.
@@ -246,6 +220,7 @@ def run(
     draw: Any = random,
 ) -> tuple[int, bool]:
     """Start the training, disturb it, wait for its end; its exit code, and whether it was hit."""
+    has_hooks = SCRIPTS[variant.script].has_hooks
     at_call = None
     if "system call" in fault:
         error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
@@ -261,7 +236,7 @@ def run(
         )  # most runs have only a part left to do
         # A run that still starts has neither a watchdog nor something to save.
         begun = log.exists() and b"Saving checkpoint" in log.read_bytes()[before:]
-        may_strike = begun or not fault.endswith("hangs")
+        may_strike = (begun and has_hooks) or not fault.endswith("hangs")
         hit = (
             may_strike and process.is_alive() and strike(fault, process, variant, draw)
         )
@@ -274,7 +249,8 @@ def run(
         raise LostRunError(f"{len(left)} processes do not end")
     # What comes behind the last save is not waited for: a signal ends the process there.
     saves = hit and begun and b"Overall training speed" not in log.read_bytes()[before:]
-    if saves and process.exitcode == 1 and fault.startswith("SIGTERM or SIGINT"):
+    asked = saves and has_hooks and fault.startswith("SIGTERM or SIGINT")
+    if asked and process.exitcode == 1:
         raise LostRunError("a signal was answered with an error")
     return process.exitcode, hit or (at_call is not None and process.exitcode != 0)
 
@@ -302,14 +278,14 @@ def damage(folder: Path, fault: str, draw: random.Random) -> None:
 
 def outcome(folder: Path) -> Any:
     """What an undisturbed run and a disturbed one must have in common."""
-    path = next(path for path in folder.glob("model_final*"))
-    state = read_checkpoint(str(path))
-    trainer = {
-        k: v for k, v in state["trainer"].items() if k not in ("meta", "storage")
-    }
-    rows = load_json_metrics(folder / "metrics.json")
+    state = read_checkpoint(str(folder / read_pointer(str(folder))))
+    for name in ("meta", "storage"):  # the date, and metrics that are times
+        state.get("trainer", {}).pop(name, None)
+    rows = []
+    if (folder / "metrics.json").exists():
+        rows = load_json_metrics(folder / "metrics.json")
     rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
-    return {"model": state["model"], "trainer": trainer, "rows": rows}
+    return {**state, "rows": rows}
 
 
 def differences(ours: Any, theirs: Any) -> list[str]:
@@ -318,17 +294,31 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 
 
 class Campaign:
-    """The tries and their results."""
+    """The tries and their results.
 
-    def __init__(self, seed: int, faults: int, folder: Path) -> None:
+    Args:
+        seed: of all that is random.
+        faults: how many must have struck.
+        folder: for the runs.
+        rounds: the fewest and the most faults that are drawn for a try.
+    """
+
+    def __init__(
+        self, seed: int, faults: int, folder: Path, rounds: tuple[int, int] = (4, 12)
+    ) -> None:
         self.seed, self.faults, self.folder = seed, faults, folder
-        self.struck: Counter[str] = Counter()
+        self.rounds = rounds
+        self.struck: Counter[tuple[str, str]] = Counter()  # by script and fault
         self.failures: list[tuple[int, Variant, list[str], str]] = []
         self._undisturbed: dict[Variant, tuple[Any, float]] = {}
         self._lock = threading.Lock()
 
     def undisturbed(self, variant: Variant) -> tuple[Any, float]:
-        """The outcome of a variant that nobody disturbs, and the seconds that it takes."""
+        """The outcome of a variant that nobody disturbs, and the seconds that it takes.
+
+        It depends neither on loader workers nor on where a checkpoint is written.
+        """
+        variant = replace(variant, workers=0, background=False)
         with self._lock:
             if variant not in self._undisturbed:
                 folder = self.folder / f"undisturbed-{len(self._undisturbed)}"
@@ -342,7 +332,9 @@ class Campaign:
     def attempt(self, number: int) -> None:
         """One try: some faults, then to the end."""
         draw = random.Random(f"{self.seed} {number}")
-        variant = draw.choice(VARIANTS)
+        flags = (False, True)
+        choices = list(product((1, 2), (0, 2), flags, flags))
+        variant = Variant(TURNS[number % len(TURNS)], *draw.choice(choices))
         expected, seconds = self.undisturbed(variant)
         folder = self.folder / f"try-{number}"
         log = Path(f"{folder}.log")
@@ -350,7 +342,7 @@ class Campaign:
         struck: list[str] = []
         problem = ""
         try:
-            for _ in range(draw.randint(4, 12)):
+            for _ in range(draw.randint(*self.rounds)):
                 (fault,) = draw.choices(list(FAULTS), list(FAULTS.values()))
                 code, hit = run(folder, variant, fault, seconds, draw)
                 if hit:
@@ -381,7 +373,7 @@ class Campaign:
         except Exception as error:
             problem = str(error)
         with self._lock:
-            self.struck.update(struck)
+            self.struck.update((variant.script, fault) for fault in struck)
             if problem:
                 self.failures.append((number, variant, struck, problem))
             failures = len(self.failures)
@@ -390,6 +382,15 @@ class Campaign:
         if not problem:
             shutil.rmtree(folder)
             log.unlink()
+
+    def table(self) -> str:
+        """How often each fault struck each script."""
+        rows = []
+        for fault in FAULTS:
+            counts = [self.struck[script, fault] for script in SCRIPTS]
+            rows.append((fault, *counts, sum(counts)))
+        sums = [sum(column) for column in list(zip(*rows, strict=True))[1:]]
+        return tabulate([*rows, ("all", *sums)], headers=["fault", *SCRIPTS, "all"])
 
     def go(self, jobs: int) -> None:
         """Try until there were enough faults."""
@@ -429,7 +430,7 @@ if __name__ == "__main__":
             "torch._dynamo",
             "torch.utils.tensorboard",
             "hooktrain.checkpoint.folders",
-            "train_net",
+            "crash_scripts",
         ]
     )
     folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
@@ -439,10 +440,7 @@ if __name__ == "__main__":
         campaign.go(options.jobs)
     else:
         campaign.attempt(options.only)
-    rows = [(fault, campaign.struck[fault]) for fault in FAULTS]
-    print(
-        tabulate([*rows, ("all", campaign.struck.total())], headers=["fault", "times"])
-    )
+    print(campaign.table())
     print(f"tries that were lost or bent: {len(campaign.failures)}")
     for number, variant, struck, problem in campaign.failures:
         print(json.dumps({"try": number, "variant": str(variant), "faults": struck}))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_runs_that_random_faults_strike_end_as_undisturbed_ones(
     tool: Any, tmp_path: Path
 ) -> None:
-    campaign = tool.Campaign(0, 4, tmp_path)
-    campaign.go(2)
+    campaign = tool.Campaign(2, 4, tmp_path, rounds=(2, 3))
+    one_of_each = [tool.TURNS.index(script) for script in tool.SCRIPTS]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(campaign.attempt, one_of_each))
     assert campaign.failures == []
     assert campaign.struck.total() >= 4
 
 
 def test_a_run_that_is_bent_is_reported(tool: Any, tmp_path: Path) -> None:
-    variant = tool.Variant(1, 0, False, False)
+    variant = tool.Variant("core", 1, 0, False, False)
     assert tool.run(tmp_path / "out", variant) == (0, False)
     expected = tool.outcome(tmp_path / "out")
     assert tool.differences(tool.outcome(tmp_path / "out"), expected) == []

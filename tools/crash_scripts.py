@@ -1,0 +1,345 @@
+"""The scripts that tools/crash_campaign.py disturbs: the core's own, and those of compat's users.
+
+Each trains a small network on the digits. Called again, it goes on where its folder was left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import train_net
+from torch import Tensor, nn
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat import detectron2, mmengine
+from hooktrain.data import build_test_loader, build_train_loader
+from hooktrain.demos import CLASS_NAMES, DigitsCNN, DigitsDataset, RandomShift
+from hooktrain.engine import default_writers, hooks
+from hooktrain.evaluation import ClassificationEvaluator, inference_on_dataset
+from hooktrain.strategy import broadcast_buffers
+from hooktrain.utils import comm
+from hooktrain.utils.env import seed_step
+from hooktrain.utils.logger import setup_logger
+
+CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
+ITERATIONS = 70
+BATCH_SIZE = 16
+SAVE_PERIOD = 7
+EVAL_PERIOD = 30
+SEED = 5
+WATCHDOG_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run is set up.
+
+    Attributes:
+        script: a name in ``SCRIPTS``.
+        ranks: 1 or 2 processes.
+        workers: of the data loader.
+        sharded: save folders of shards.
+        background: save in the background.
+    """
+
+    script: str
+    ranks: int
+    workers: int
+    sharded: bool
+    background: bool
+
+
+def train_loader(variant: Variant) -> Any:
+    """The digits, shifted at random, from where a run stopped."""
+    return build_train_loader(
+        DigitsDataset(train=True, transform=RandomShift()),
+        total_batch_size=BATCH_SIZE,
+        num_workers=variant.workers,
+        seed=SEED,
+    )
+
+
+def test_loader() -> Any:
+    """The digits to evaluate on."""
+    return build_test_loader(DigitsDataset(train=False), batch_size=180)
+
+
+# The core.
+
+
+def core(folder: str, variant: Variant) -> None:
+    """tools/train_net.py, with the configuration of the digits."""
+    options = {
+        "train.output_dir": folder,
+        "train.max_iter": ITERATIONS,
+        "train.checkpointer.period": SAVE_PERIOD,
+        "train.checkpointer.max_to_keep": 3,
+        "train.checkpointer.sharded": variant.sharded,
+        "train.checkpointer.background": variant.background,
+        "train.eval_period": EVAL_PERIOD,
+        "train.log_period": 10,
+        "train.ema.enabled": True,
+        "train.watchdog_s": WATCHDOG_SECONDS,
+        "dataloader.train.total_batch_size": BATCH_SIZE,
+        "dataloader.train.num_workers": variant.workers,
+        "model.channels": 4,
+        "model.dropout": 0.5,
+    }
+    overrides = [f"{key}={value}" for key, value in options.items()]
+    arguments = ["--resume", "--config-file", CONFIG, *overrides]
+    train_net.main(train_net.argument_parser().parse_args(arguments))
+
+
+# detectron2.
+
+
+class Tree(dict[str, Any]):
+    """As much of yacs's CfgNode as DefaultTrainer needs."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+    def clone(self) -> "Tree":
+        """A copy, with copies of the trees in it."""
+        copied = Tree(self)
+        for key, value in self.items():
+            if isinstance(value, Tree):
+                copied[key] = value.clone()
+        return copied
+
+    def defrost(self) -> None:
+        """Nothing: it can always be changed."""
+
+    def dump(self) -> str:
+        """The text that is saved beside the run."""
+        return repr(self)
+
+
+def tree(folder: str, variant: Variant) -> Tree:
+    """A configuration as detectron2 has it."""
+    solver = Tree(
+        MAX_ITER=ITERATIONS,
+        IMS_PER_BATCH=BATCH_SIZE,
+        CHECKPOINT_PERIOD=SAVE_PERIOD,
+        REFERENCE_WORLD_SIZE=0,
+        AMP=Tree(ENABLED=False),
+        BASE_LR=0.05,
+        MOMENTUM=0.9,
+        NESTEROV=False,
+        WEIGHT_DECAY=1e-3,
+        WEIGHT_DECAY_NORM=0.0,
+        WEIGHT_DECAY_BIAS=None,
+        BIAS_LR_FACTOR=2.0,
+        CLIP_GRADIENTS=Tree(
+            ENABLED=True, CLIP_TYPE="norm", CLIP_VALUE=1.0, NORM_TYPE=2.0
+        ),
+        LR_SCHEDULER_NAME="WarmupMultiStepLR",
+        STEPS=(30, 50),
+        GAMMA=0.5,
+        WARMUP_ITERS=10,
+        WARMUP_FACTOR=0.1,
+        WARMUP_METHOD="linear",
+        RESCALE_INTERVAL=False,
+    )
+    return Tree(
+        OUTPUT_DIR=folder,
+        SEED=SEED,
+        CUDNN_BENCHMARK=False,
+        VARIANT=variant,
+        MODEL=Tree(WEIGHTS=""),
+        DATALOADER=Tree(NUM_WORKERS=variant.workers),
+        DATASETS=Tree(TEST=("digits",)),
+        SOLVER=solver,
+        TEST=Tree(
+            EVAL_PERIOD=EVAL_PERIOD,
+            EXPECTED_RESULTS=[],
+            PRECISE_BN=Tree(ENABLED=False, NUM_ITER=1),
+        ),
+    )
+
+
+class Trainer(detectron2.DefaultTrainer):
+    """A subclass as projects have them."""
+
+    @classmethod
+    def build_model(cls, cfg: Any) -> nn.Module:
+        """A small network."""
+        return DigitsCNN(channels=4, dropout=0.5)
+
+    @classmethod
+    def build_train_loader(cls, cfg: Any) -> Any:
+        """The digits to train on."""
+        return train_loader(cfg.VARIANT)
+
+    @classmethod
+    def build_test_loader(cls, cfg: Any, dataset_name: str) -> Any:
+        """The digits to evaluate on."""
+        return test_loader()
+
+    @classmethod
+    def build_evaluator(cls, cfg: Any, dataset_name: str) -> Any:
+        """What share of them is recognised."""
+        return ClassificationEvaluator(class_names=CLASS_NAMES)
+
+    @classmethod
+    def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> dict[str, Any]:
+        """Evaluate what a checkpoint holds: the first rank's batch norm, on all ranks."""
+        broadcast_buffers(model)
+        return super().test(cfg, model, evaluators)
+
+    def build_hooks(self) -> list[Any]:
+        """The default hooks, and one that ends a run that hangs."""
+        self.checkpointer.sharded = self.cfg.VARIANT.sharded
+        self.checkpointer.background = self.cfg.VARIANT.background
+        return [*super().build_hooks(), hooks.Watchdog(WATCHDOG_SECONDS)]
+
+
+def default_trainer(folder: str, variant: Variant) -> None:
+    """detectron2's tools/train_net.py."""
+    args = detectron2.default_argument_parser().parse_args(["--resume"])
+    cfg = tree(folder, variant)
+    detectron2.default_setup(cfg, args)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    trainer.train()
+
+
+# MMEngine.
+
+
+class DigitsClassifier(mmengine.BaseModel):
+    """A small network as MMEngine has it. It knows by itself whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = DigitsCNN(channels=4, dropout=0.5)
+
+    def forward(  # type: ignore[override]
+        self, image: Tensor, label: Tensor, mode: str = "tensor"
+    ) -> Any:
+        """Losses by name in training mode, or logits."""
+        return self.network({"image": image, "label": label})
+
+
+def prepared(folder: str, variant: Variant) -> Any:
+    """A strategy, with a model, an optimizer and schedulers of MMEngine's configurations."""
+    settings: dict[str, Any] = {
+        "work_dir": folder,
+        "device": "cpu",
+        "env_kwargs": {"randomness": {"seed": SEED, "diff_rank_seed": True}},
+    }
+    if variant.ranks == 1:
+        strategy: Any = mmengine.SingleDeviceStrategy(**settings)
+    elif variant.sharded:
+        strategy = mmengine.FSDPStrategy(state_dict_cfg="local", **settings)
+    else:
+        strategy = mmengine.DDPStrategy(**settings)
+    strategy.prepare(
+        {"type": DigitsClassifier},
+        optim_wrapper={
+            "optimizer": {"type": "AdamW", "lr": 0.01, "weight_decay": 0.01},
+            "clip_grad": {"max_norm": 1.0},
+            "paramwise_cfg": {"norm_decay_mult": 0.0},
+        },
+        param_scheduler=[
+            {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 10},
+            {"type": "CosineAnnealingLR", "by_epoch": False, "begin": 10},
+        ],
+        dispatch_kwargs={"max_iters": ITERATIONS},
+    )
+    return strategy
+
+
+class Accuracy(mmengine.BaseMetric):
+    """The share of digits that are recognised."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Compare each prediction of a batch."""
+        self.results += (data_samples.argmax(1) == data_batch["label"]).tolist()
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """The mean over all samples."""
+        return {"accuracy": sum(results) / len(results)}
+
+
+def step_trainer(folder: str, variant: Variant) -> None:
+    """What takes the place of a Runner: a strategy's parts in a trainer with hooks."""
+    setup_logger(folder, comm.get_rank())
+    strategy = prepared(folder, variant)
+    trainer = mmengine.StepTrainer(
+        strategy.model, train_loader(variant), strategy.optim_wrapper
+    )
+    checkpointer = Checkpointer(
+        strategy.model,
+        folder,
+        sharded=variant.sharded,
+        background=variant.background,
+        trainer=trainer,
+    )
+
+    def evaluate() -> dict[str, Any]:
+        broadcast_buffers(
+            strategy.model
+        )  # so that all ranks have what a checkpoint holds
+        return inference_on_dataset(strategy.model, test_loader(), Accuracy())
+
+    trainer.register_hooks(
+        [
+            hooks.IterationTimer(),
+            mmengine.LRScheduler(scheduler=strategy.param_schedulers),
+            hooks.EvalHook(EVAL_PERIOD, evaluate),
+            hooks.PeriodicWriter(default_writers(folder, ITERATIONS), period=20),
+            hooks.PeriodicCheckpointer(checkpointer, SAVE_PERIOD, max_to_keep=3),
+            hooks.Preemption(checkpointer),
+            hooks.Watchdog(WATCHDOG_SECONDS),
+        ]
+    )
+    checkpointer.resume_or_load("")
+    trainer.train(max_iter=ITERATIONS)
+
+
+def own_loop(folder: str, variant: Variant) -> None:
+    """A loop of one's own, in which a strategy resumes and saves."""
+    setup_logger(distributed_rank=comm.get_rank())
+    strategy = prepared(folder, variant)
+    loader = train_loader(variant)
+    state = strategy.load_or_resume(resume=True)
+    done = 0
+    if state is not None:
+        done = state["meta"]["iter"]
+        loader.load_state_dict(state["data"])
+    strategy.model.train()
+    batches = iter(loader)
+    for iteration in range(done, ITERATIONS):
+        seed_step(strategy.seed, iteration, strategy.rank)
+        strategy.model.train_step(next(batches), strategy.optim_wrapper)
+        for scheduler in strategy.param_schedulers:
+            scheduler.step()
+        done = iteration + 1
+        if done % SAVE_PERIOD == 0:
+            strategy.save_checkpoint(
+                Path(folder, f"iter_{done}.pth"),
+                extra_ckpt={"meta": {"iter": done}, "data": loader.state_dict()},
+            )
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script to disturb.
+
+    Attributes:
+        main: called with the folder and the variant, in each rank.
+        has_hooks: whether it saves when a signal asks for its end, and ends when it hangs.
+    """
+
+    main: Callable[[str, Variant], None]
+    has_hooks: bool = True
+
+
+SCRIPTS = {
+    "core": Script(core),
+    "DefaultTrainer": Script(default_trainer),
+    "StepTrainer": Script(step_trainer),
+    "own loop": Script(own_loop, has_hooks=False),
+}
