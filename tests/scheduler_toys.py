@@ -40,15 +40,6 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "Poly": st.fixed_dictionaries(
         {"power": st.floats(0.5, 2.0), "eta_min": st.floats(0, 0.01)}
     ),
-    "CosineRestart": st.builds(
-        lambda floor, periods: {
-            "periods": [length for length, _ in periods],
-            "restart_weights": [weight for _, weight in periods],
-            **(floor or {"eta_min": 0.0}),
-        },
-        FLOORS,
-        st.lists(st.tuples(st.integers(1, 20), FACTORS), min_size=1, max_size=4),
-    ),
 }
 
 

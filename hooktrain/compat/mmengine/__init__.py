@@ -71,7 +71,6 @@ from hooktrain.compat.mmengine.param_scheduler import *  # type: ignore[assignme
 from hooktrain.compat.mmengine.param_scheduler import _ParamScheduler as _ParamScheduler
 from hooktrain.compat.mmengine.registry import of_registries
 from hooktrain.compat.mmengine.runner import MessageHub as MessageHub, Runner as _Runner
-from hooktrain.compat.mmengine.schedulers import *
 from hooktrain.compat.mmengine.strategy import (
     BaseStrategy as BaseStrategy,
     DDPStrategy as DDPStrategy,
@@ -97,6 +96,7 @@ _MODULES = (
     "mmengine.evaluator",
     "mmengine.evaluator.metric",
     "mmengine.optim",
+    "mmengine.optim.scheduler",
 )
 
 

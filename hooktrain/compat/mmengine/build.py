@@ -1,26 +1,22 @@
 """Optimizers, wrappers and schedulers from MMEngine's configurations, dicts with ``type``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from hooktrain import solver
-from hooktrain.compat.mmengine import param_scheduler, schedulers
+from hooktrain.compat.mmengine import param_scheduler
 from hooktrain.compat.mmengine.optim_wrapper import (
     AmpOptimWrapper,
     OptimWrapper,
     OptimWrapperDict,
 )
 from hooktrain.compat.mmengine.param_rules import DefaultOptimWrapperConstructor
-from hooktrain.compat.mmengine.param_scheduler import (
-    INF,
-    GroupParamScheduler,
-    Schedulable,
-)
+from hooktrain.compat.mmengine.param_scheduler import INF, _ParamScheduler
 from hooktrain.compat.mmengine.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
@@ -29,16 +25,14 @@ from hooktrain.compat.mmengine.registry import (
 )
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_wrapper import Options
 
-Wrappers = solver.OptimWrapper | solver.OptimWrapperDict
-Built = GroupParamScheduler | LRScheduler | solver.ParamScheduler
 # Of one optimizer, or by the names of several.
 Schedulers = list[Any] | dict[str, list[Any]]
 
 for _found in vars(torch.optim).values():
-    is_class = isinstance(_found, type) and _found is not Optimizer
-    if is_class and issubclass(_found, Optimizer):
+    if isinstance(_found, type) and issubclass(_found, Optimizer):
         OPTIMIZERS.register(_found)
 # MMEngine's name.
 OPTIMIZERS.register_module("TorchAdafactor", module=torch.optim.Adafactor)
@@ -46,12 +40,9 @@ OPTIM_WRAPPERS.register(OptimWrapper)
 OPTIM_WRAPPERS.register(AmpOptimWrapper)
 OPTIM_WRAPPER_CONSTRUCTORS.register(DefaultOptimWrapperConstructor)
 
-for _module in (param_scheduler, schedulers):
-    for _name, _member in vars(_module).items():
-        is_ours = getattr(_member, "__module__", None) == _module.__name__
-        is_kind = _name.endswith(("LR", "ParamScheduler", "Momentum"))
-        if is_ours and is_kind and _member is not GroupParamScheduler:
-            PARAM_SCHEDULERS.register(_member)
+for _found in vars(param_scheduler).values():
+    if isinstance(_found, type) and issubclass(_found, _ParamScheduler):
+        PARAM_SCHEDULERS.register(_found)
 
 
 def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
@@ -65,32 +56,19 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
     - the same with a configuration as ``optimizer``: a dict with ``type`` (a name, a
       class, or its dotted name) and its arguments. ``constructor`` is what builds it, by
       default :class:`DefaultOptimWrapperConstructor`;
-    - a dict of several of these by name. A configuration is for the parameters of the
-      submodule of that name::
-
-        build_optim_wrapper(gan, dict(
-            generator=dict(optimizer=dict(type="Adam", lr=2e-4)),
-            discriminator=dict(
-                type="AmpOptimWrapper", optimizer=dict(type="Adam", lr=1e-4)
-            ),
-        ))
+    - a dict of wrappers by name.
 
     Args:
-        model: may be wrapped; may be None where only built optimizers are wrapped.
+        model: may be wrapped; may be None where the optimizers are built already.
         cfg: see above. It is not changed.
 
     Raises:
-        TypeError: for anything else, or for arguments that an optimizer or a wrapper
-            does not take.
+        TypeError: for anything else; for arguments that an optimizer or a wrapper does not
+            take; if a configuration needs a model and there is none.
         KeyError: for a ``type`` or ``constructor`` that is missing or unknown.
-        ValueError: if a configuration needs a model or an optimizer that is missing.
-        AttributeError: if the model has no submodule of a name.
+        ValueError: for a dict that has neither an optimizer nor wrappers by name.
     """
-    return _build_wrapper(model, "", instantiate(cfg))
-
-
-def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
-    """The wrapper of the optimizer of a submodule, whose name is ``""`` for the model."""
+    cfg = instantiate(cfg)
     if isinstance(cfg, Wrappers):
         return cfg
     if isinstance(cfg, Optimizer):
@@ -102,24 +80,26 @@ def _build_wrapper(model: nn.Module | None, part: str, cfg: Any) -> Wrappers:
         )
     if isinstance(cfg.get("optimizer"), Optimizer):
         return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]
-    if cfg and {"type", "optimizer", "constructor"}.isdisjoint(cfg):
-        each: Any = {name: _build_wrapper(model, name, cfg[name]) for name in cfg}
-        return OptimWrapperDict(**each)
-    if model is None:
-        raise ValueError(f"a model is needed to build an optimizer for, from {cfg!r}")
-    rest = dict(cfg)
-    kind = rest.pop("constructor", "DefaultOptimWrapperConstructor")
-    rules = rest.pop("paramwise_cfg", None)
+    if "optimizer" in cfg or "constructor" in cfg:
+        return _construct(model, dict(cfg))
+    built = [isinstance(each, solver.OptimWrapper) for each in cfg.values()]
+    if not cfg or not all(built):
+        raise ValueError(
+            f"give 'optimizer', 'constructor' or OptimWrappers by name, not {cfg!r}"
+        )
+    return OptimWrapperDict(**cfg)
+
+
+def _construct(model: Any, cfg: dict[str, Any]) -> Wrappers:
+    kind = cfg.pop("constructor", "DefaultOptimWrapperConstructor")
+    rules = cfg.pop("paramwise_cfg", None)
     target = OPTIM_WRAPPER_CONSTRUCTORS.find(kind)
-    constructor = target(optim_wrapper_cfg=rest, paramwise_cfg=rules)
-    module = unwrap_model(model).get_submodule(part)
-    return constructor(module)  # type: ignore[no-any-return]
+    constructor = target(optim_wrapper_cfg=cfg, paramwise_cfg=rules)
+    return constructor(unwrap_model(model))  # type: ignore[no-any-return]
 
 
 def build_param_scheduler(
-    scheduler: Any,
-    optim_wrapper: Schedulable | solver.OptimWrapperDict,
-    default_args: Options | None = None,
+    scheduler: Any, optim_wrapper: Any, default_args: Options | None = None
 ) -> Schedulers:
     """Build schedulers of one or several optimizers, as the ``LRScheduler`` hook takes them.
 
@@ -144,69 +124,38 @@ def build_param_scheduler(
         ValueError: if the end of a schedule is not known though it needs one, or for
             arguments out of range.
     """
+    build = partial(_build_list, defaults=default_args or {})
+    return for_each_optimizer(build, scheduler, optim_wrapper)
+
+
+def for_each_optimizer(
+    build: Callable[[Any, Any], list[Any]], scheduler: Any, optim_wrapper: Any
+) -> Schedulers:
+    """Call a function with the schedulers and the wrapper of each optimizer.
+
+    Returns:
+        What it has returned; with several optimizers, a dict by their names.
+    """
     if not isinstance(optim_wrapper, solver.OptimWrapperDict):
-        each = scheduler
-        if not isinstance(scheduler, list | tuple):
-            each = [scheduler]
-        defaults = default_args or {}
-        return [_build_scheduler(one, optim_wrapper, defaults) for one in each]
+        return build(scheduler, optim_wrapper)
     by_name: Mapping[str, Any] = dict.fromkeys(optim_wrapper, scheduler)
     if isinstance(scheduler, Mapping) and "type" not in scheduler:
         by_name = scheduler
     if by_name.keys() != optim_wrapper.keys():
         names = [*optim_wrapper]
         raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {names}")
-    built: Any = {
-        name: build_param_scheduler(by_name[name], wrapper, default_args)
-        for name, wrapper in optim_wrapper.items()
-    }
-    return built  # type: ignore[no-any-return]
+    return {name: build(by_name[name], optim_wrapper[name]) for name in optim_wrapper}
 
 
-def scheduler_states(schedulers: Schedulers) -> Any:
-    """The states of schedulers, in a list or in lists by name, as these are.
-
-    A pure function of progress has none, which is an empty dict.
-    """
-    if isinstance(schedulers, dict):
-        return {name: scheduler_states(each) for name, each in schedulers.items()}
-    return [getattr(each, "state_dict", dict)() for each in schedulers]
+def _build_list(given: Any, optim_wrapper: Any, defaults: Options) -> list[Any]:
+    each = given if isinstance(given, list | tuple) else [given]
+    # MMEngine's own schedulers know no wrappers but its own.
+    optimizer = getattr(optim_wrapper, "optimizer", optim_wrapper)
+    return [_build_scheduler(one, optimizer, defaults) for one in each]
 
 
-def check_scheduler_states(schedulers: Schedulers, states: Any) -> None:
-    """Raise a ValueError for states of more or fewer schedulers, or of others by name."""
-    here = _counts(schedulers)
-    saved = _counts(states)
-    if here != saved:
-        raise ValueError(
-            f"the state has so many schedulers: {saved}, and this run: {here}"
-        )
-
-
-def _counts(given: Any) -> Any:
-    if isinstance(given, dict):
-        return {name: len(each) for name, each in given.items()}
-    return len(given)
-
-
-def load_scheduler_states(schedulers: Schedulers, states: Any) -> None:
-    """Give the schedulers what :func:`scheduler_states` gave.
-
-    Raises:
-        ValueError: as :func:`check_scheduler_states`.
-    """
-    check_scheduler_states(schedulers, states)
-    if isinstance(schedulers, dict):
-        for name, each in schedulers.items():
-            load_scheduler_states(each, states[name])
-        return
-    for scheduler, state in zip(schedulers, states, strict=True):
-        if state:
-            scheduler.load_state_dict(state)
-
-
-def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> Any:
-    if isinstance(config, Built):
+def _build_scheduler(config: Any, optimizer: Optimizer, defaults: Options) -> Any:
+    if not isinstance(config, Mapping) and hasattr(config, "step"):
         return config
     if not isinstance(config, Mapping) or "type" not in config:
         raise TypeError(
@@ -217,9 +166,9 @@ def _build_scheduler(config: Any, optimizer: Schedulable, defaults: Options) -> 
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
     target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
-    # Those of MMEngine's family have a range, which ends with the run.
-    is_ranged = isinstance(target, type) and issubclass(target, GroupParamScheduler)
-    if is_ranged and arguments.get("end") is None:
+    # Schedulers of MMEngine's family have a range, which ends with the run.
+    has_range = hasattr(target, "build_iter_from_epoch")
+    if has_range and arguments.get("end") is None:
         length = max_epochs if arguments.get("by_epoch", True) else max_iters
         arguments["end"] = length or INF
     if arguments.pop("convert_to_iter_based", False):

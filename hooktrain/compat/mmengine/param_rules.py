@@ -1,8 +1,6 @@
 """MMEngine's constructor of an optimizer in its wrapper, and its rules for parameters."""
 
-import logging
 from collections.abc import Mapping
-from difflib import get_close_matches
 from itertools import compress
 from typing import Any
 
@@ -12,16 +10,8 @@ from hooktrain.compat.mmengine.optim_wrapper import OptimWrapper
 from hooktrain.compat.mmengine.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.param_groups import (
-    NORMS,
-    ParamGroup,
-    group_trainable,
-    walk_parameters,
-)
-from hooktrain.utils.names import call, did_you_mean, refuse_overrides
-
-logger = logging.getLogger(__name__)
+from hooktrain.solver.param_groups import NORMS, ParamGroup, group_trainable
+from hooktrain.utils.names import did_you_mean, refuse_overrides
 
 Rules = Mapping[str, Any]
 
@@ -36,12 +26,12 @@ class DefaultOptimWrapperConstructor:
 
     Without rules the optimizer has one group of all parameters. With rules it has the parameters
     that are trainable, each once, in as few groups as there are different settings. A subclass may
-    override :meth:`param_groups`; or :meth:`add_params`, which rules ask for, and then have rules
-    of its own in ``paramwise_cfg``.
+    override :meth:`add_params`, and then have rules of its own in ``paramwise_cfg``.
 
     A parameter that a custom key matches has the settings of that key and of no other rule.
     For the others the multipliers apply; of several multipliers of the weight decay that would
-    apply, the order is norm, bias, dwconv, flat. The rules:
+    apply, the order is norm, bias, dwconv, flat. Of a parameter with several names the first one
+    counts. The rules:
 
     - ``custom_keys``: settings by a part of a parameter's name: ``{"backbone": {"lr_mult": 0.1}}``.
       Of several keys the longest counts, of equally long ones the alphabetically first. A setting
@@ -52,8 +42,7 @@ class DefaultOptimWrapperConstructor:
     - ``norm_decay_mult``: for the weight decay of normalisation layers.
     - ``dwconv_decay_mult``: for the weight decay of depthwise convolutions (2d).
     - ``flat_decay_mult``: for the weight decay of one-dimensional parameters.
-    - ``bypass_duplicate``: where a parameter has several names, apply the rules to the first of
-      them; otherwise it is an error if they lead to different settings.
+    - ``bypass_duplicate``: has no effect, since each parameter is taken once in any case.
 
     Args:
         optim_wrapper_cfg: ``optimizer`` is a dict with ``type`` (a name of the registry
@@ -64,7 +53,6 @@ class DefaultOptimWrapperConstructor:
 
     Raises:
         TypeError: when a subclass is defined that overrides what only MMEngine calls.
-        ValueError: without ``optimizer``, or if that is no dict with ``type``.
 
     Example::
 
@@ -84,11 +72,7 @@ class DefaultOptimWrapperConstructor:
     ) -> None:
         # Plain containers: what an optimizer gets, a checkpoint must hold.
         self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
-        self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
-        if "type" not in (self.optimizer_cfg or {}):
-            raise ValueError(
-                f"give 'optimizer', a dict with 'type', not {optim_wrapper_cfg!r}"
-            )
+        self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", {})
         self.paramwise_cfg = instantiate(paramwise_cfg or {})
         self.base_lr = self.optimizer_cfg.get("lr")
         self.base_wd = self.optimizer_cfg.get("weight_decay")
@@ -96,25 +80,22 @@ class DefaultOptimWrapperConstructor:
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """The wrapper of a new optimizer.
 
+        Args:
+            model: may be wrapped.
+
         Raises:
             KeyError: if there is no optimizer or wrapper of the ``type``.
             TypeError: if the optimizer or the wrapper does not take its arguments.
         """
-        options = dict(self.optimizer_cfg)
-        kind = OPTIMIZERS.find(options.pop("type"))
-        # By position: not all call it "params".
-        optimizer = call(kind, [self.param_groups(model)], options, "as 'optimizer'")
+        params: list[Any] = []
+        if self.paramwise_cfg:
+            self.add_params(params, unwrap_model(model))
+        else:
+            params += model.parameters()
+        optimizer = OPTIMIZERS.build(self.optimizer_cfg, params=params)
         return OPTIM_WRAPPERS.build(  # type: ignore[no-any-return]
             self.optim_wrapper_cfg, type=OptimWrapper, optimizer=optimizer
         )
-
-    def param_groups(self, model: nn.Module) -> list[ParamGroup]:
-        """The parameter groups of a model, which may be wrapped."""
-        if not self.paramwise_cfg:
-            return [{"params": [*parameter_names(model)]}]
-        groups: list[ParamGroup] = []
-        self.add_params(groups, unwrap_model(model))
-        return groups
 
     def add_params(
         self, params: Any, module: nn.Module, prefix: str = "", **_: Any
@@ -129,64 +110,29 @@ class DefaultOptimWrapperConstructor:
         Raises:
             TypeError: for a value of ``custom_keys`` that is no dict.
             ValueError: for a part of a model, an unknown rule, or a multiplier of what the
-                optimizer does not have; or if a parameter has two names for which the rules
-                differ.
+                optimizer does not have.
         """
         if prefix:
             raise ValueError(
                 f"rules are for the whole model, not for its part {prefix!r}"
             )
-        known = RULES  # a subclass may have others
-        if type(self) is DefaultOptimWrapperConstructor:
-            known = tuple(self.paramwise_cfg)
         rules = {}
-        for rule in known:
-            if self.paramwise_cfg.get(rule) is not None:
-                rules[rule] = self.paramwise_cfg[rule]
-        _check_rules(rules, module)
+        for rule, value in self.paramwise_cfg.items():
+            # A subclass may have others.
+            if rule not in RULES and type(self) is DefaultOptimWrapperConstructor:
+                raise ValueError(
+                    f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
+                )
+            if value is not None:
+                rules[rule] = value
         base = {"lr": self.base_lr, "weight_decay": self.base_wd}
 
         def settings(
             names: list[str], module: nn.Module, parameter: nn.Parameter
         ) -> ParamGroup:
-            first, *others = [
-                _paramwise(name, module, parameter, rules, base) for name in names
-            ]
-            differ = any(other != first for other in others)
-            if differ and not rules.get("bypass_duplicate"):
-                raise ValueError(
-                    f"rules differ for {names}: {first}, {others}; see bypass_duplicate"
-                )
-            return first
+            return _paramwise(names[0], module, parameter, rules, base)
 
         params += group_trainable(module, settings)
-
-
-def _check_rules(rules: Rules, model: nn.Module) -> None:
-    for rule in rules:
-        if rule not in RULES:
-            raise ValueError(
-                f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
-            )
-    known = ""
-    for names, _, _ in walk_parameters(model):
-        known += " ".join(map(_dotted, names)) + " "
-    for key, custom in rules.get("custom_keys", {}).items():
-        if not isinstance(custom, Mapping):
-            raise TypeError(
-                f"custom_keys[{key!r}] must be a dict such as dict(lr_mult=0.1): {custom!r}"
-            )
-        # Other names are options of the optimizer, or of whoever looks at its groups.
-        for name in custom:
-            near = get_close_matches(name, _MULTIPLIED, n=1, cutoff=0.8)
-            if near and name not in _MULTIPLIED:
-                raise ValueError(
-                    f"custom_keys[{key!r}]: {name!r} should be {near[0]!r}"
-                )
-        # No error: one configuration may serve many models.
-        if key not in known:
-            hint = did_you_mean(key, known.replace(" ", ".").split("."))
-            logger.warning("custom_keys: %r is in no parameter's name%s", key, hint)
 
 
 def _paramwise(
@@ -194,7 +140,9 @@ def _paramwise(
 ) -> ParamGroup:
     """The settings of a parameter under one of its names."""
     custom_keys = rules.get("custom_keys", {})
-    keys = [key for key in custom_keys if key in _dotted(name)]
+    # The name of a parameter of the model itself begins with a dot.
+    dotted = name if "." in name else f".{name}"
+    keys = [key for key in custom_keys if key in dotted]
     if keys:
         longest = min(keys, key=lambda key: (-len(key), key))
         settings = dict(custom_keys[longest])
@@ -211,11 +159,6 @@ def _paramwise(
             )
         group[key] *= settings.pop(multiplier)
     return group | settings
-
-
-def _dotted(name: str) -> str:
-    """The name of a parameter as custom keys see it: one of the model's own begins with a dot."""
-    return name if "." in name else f".{name}"
 
 
 def _multipliers(

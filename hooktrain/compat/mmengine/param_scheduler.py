@@ -11,14 +11,14 @@ chains, overlapping ranges multiply, and in a gap the value stays::
         scheduler.step()
 
 Each kind has three classes: ``XxxParamScheduler`` for any number that the parameter groups
-hold, ``XxxLR`` for the learning rate, and ``XxxMomentum``. Five of the first have the names of
-pure functions of progress in ``hooktrain.solver``, which are others. ``schedulers.py`` has the
-momenta, and OneCycle, CosineRestart and ReduceOnPlateau.
+hold, ``XxxLR`` for the learning rate, and ``XxxMomentum`` for the momentum, which is the first
+of Adam's betas where there is no momentum. Five of the first have the names of functions of
+progress in ``hooktrain.solver``, which are other classes. OneCycle, CosineRestart and
+ReduceOnPlateau come from mmengine, where that is installed.
 
 Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
-value where the range begins. The arguments that all schedulers have are those of
-:class:`GroupParamScheduler`; the range is given by
-keyword.
+value where the range begins. All schedulers have the arguments of
+:class:`_ParamScheduler`; the range is given by keyword.
 """
 
 import logging
@@ -41,18 +41,19 @@ INF = 10**9  # The end of a range without one.
 half_cosine = solver.CosineParamScheduler(1.0, 0.0)
 
 # The arguments that count steps.
-STEPS = ("begin", "end", "step_size", "milestones", "T_max", "periods", "total_steps")
+STEPS = ("begin", "end", "step_size", "milestones", "T_max")
 
 
 @dataclass(eq=False)
-class GroupParamScheduler:
+class _ParamScheduler:
     """Schedules one parameter of an optimizer's groups in a range of steps.
 
-    At step ``k`` of the range the value is ``floor + (base - floor) * share(k)``. Whoever
-    else changes the value in between changes the base with it, so that schedulers
-    compose. MMEngine multiplies the current value at each step, which is the same where
-    nothing is 0; this neither drifts, nor divides by a share of 0: the base then stays.
-    A tensor is multiplied on its device without a synchronisation.
+    At step ``k`` of the range the value is ``floor + (base - floor) * share(k)``. If
+    something else changes the value in between, the base changes with it, so that
+    schedulers compose. MMEngine multiplies the current value at each step, which is the
+    same where nothing is 0; this neither drifts nor divides by a share of 0: the base
+    then stays. A value in a tensor is changed in place, for captured graphs. Each step
+    reads it, which is a host-device synchronisation if it lies on a device.
 
     To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine.
 
@@ -73,10 +74,9 @@ class GroupParamScheduler:
         last_step: the current or last step inside the range, from its beginning.
         base_values: the value of each group when it was scheduled for the first time.
         start_values: the base of each group.
-        written_values: what this scheduler set last; None before, and for tensors.
+        written_values: what this scheduler set last; None before.
 
     Raises:
-        TypeError: for something else than an optimizer.
         ValueError: for an argument out of range, an empty range, or one without an end
             where the values depend on it.
         KeyError: if a group does not have the parameter; or, with ``last_step``, its
@@ -95,15 +95,11 @@ class GroupParamScheduler:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, Schedulable):
-            raise TypeError(
-                f"optimizer must be a torch optimizer or an OptimWrapper: {self.optimizer!r}"
-            )
         self._check_arguments()
         groups = self.optimizer.param_groups
         self.base_values = [self._base_value(group) for group in groups]
         self.start_values = [*self.base_values]
-        self.written_values: list[float | None] = [None] * len(groups)
+        self.written_values: Sequence[float | None] = [None] * len(groups)
         self.global_step = -1
         if self.last_step >= 0:
             self.global_step = self.begin + self.last_step
@@ -124,23 +120,21 @@ class GroupParamScheduler:
         """The value of a group, a number or a tensor."""
         return group[self.param_name]
 
-    def _write(self, group: ParamGroup, value: Any) -> float | None:
-        """Set the value of a group. Returns it, but None where it is in a tensor."""
+    def _write(self, group: ParamGroup, value: float) -> None:
+        """Set the value of a group."""
         if self.verbose:
             logger.info(
                 "Step %d: %s becomes %.4e", self.global_step, self.param_name, value
             )
         old = self._read(group)
         if isinstance(old, Tensor):
-            old.fill_(value)  # In place, for captured graphs; no synchronisation.
-            return None
-        group[self.param_name] = value
-        return float(value)
+            old.fill_(value)
+        else:
+            group[self.param_name] = value
 
     def _base_value(self, group: ParamGroup) -> float:
         key = f"initial_{self.param_name}"
         if self.last_step < 0:
-            # Synchronises with the device once, if the value is a tensor there.
             group.setdefault(key, float(self._read(group)))
         return float(group[key])
 
@@ -152,7 +146,7 @@ class GroupParamScheduler:
         epoch_length: int | None = None,
         by_epoch: bool = True,
         **kwargs: Any,
-    ) -> "GroupParamScheduler":
+    ) -> "_ParamScheduler":
         """Make a scheduler that steps in iterations from arguments that count epochs.
 
         Args:
@@ -187,22 +181,20 @@ class GroupParamScheduler:
         if not self.begin <= self.global_step < self.end:
             return
         self.last_step = self.global_step - self.begin
-        values = self._get_value()
-        pairs = zip(self._groups(), values, strict=True)
-        self.written_values = [self._write(group, value) for group, value in pairs]
+        for group, value in zip(self._groups(), self._get_value(), strict=True):
+            self._write(group, value)
+        self.written_values = self.get_last_value()
 
-    def _get_value(self) -> list[Any]:
+    def _get_value(self) -> list[float]:
         """The value of each group at step ``last_step`` of the range."""
         share = self._share(self.last_step)
         values = []
-        for i, group in enumerate(self._groups()):
-            base = self._base(i, self._read(group))
-            if not isinstance(base, Tensor):
-                self.start_values[i] = base
+        for i, value in enumerate(self.get_last_value()):
+            base = self._base(i, value)
+            self.start_values[i] = base
             # This form gives exactly the base at 1, and exactly the floor at 0.
             floor = self._floor(i)
-            value = base * share + floor * (1 - share)
-            values.append(value)
+            values.append(base * share + floor * (1 - share))
         return values
 
     def _share(self, k: int) -> float:
@@ -226,15 +218,12 @@ class GroupParamScheduler:
         """The value of group ``i`` where the share is 0."""
         return 0.0
 
-    def _base(self, i: int, value: Any) -> Any:
-        """The base of group ``i``, whose value is now ``value``; a tensor if that is one."""
+    def _base(self, i: int, value: float) -> float:
+        """The base of group ``i``, whose value is now ``value``."""
         if self.last_step == 0:
-            # Synchronises with the device once, if it is a tensor there.
-            return float(value)
+            return value
         share = self._share(self.last_step - 1)
-        # A tensor counts as changed: comparing it would synchronise with the device.
-        is_ours = not isinstance(value, Tensor) and value == self.written_values[i]
-        if is_ours or share == 0:
+        if value == self.written_values[i] or share == 0:
             return self.start_values[i]
         floor = self._floor(i)
         return floor + (value - floor) / share
@@ -248,7 +237,7 @@ class GroupParamScheduler:
         return groups
 
     def get_last_value(self) -> list[float]:
-        """The current value of each group; waits for the device of those in tensors."""
+        """The current value of each group."""
         return [float(self._read(group)) for group in self._groups()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -298,11 +287,8 @@ class GroupParamScheduler:
         self.written_values = state_dict.get("written_values", self.written_values)
 
 
-_ParamScheduler = GroupParamScheduler  # MMEngine's name
-
-
 @dataclass(eq=False)
-class ConstantParamScheduler(GroupParamScheduler):
+class ConstantParamScheduler(_ParamScheduler):
     """``base * factor``, and the base at the last step."""
 
     SHARES = ("factor",)
@@ -315,7 +301,7 @@ class ConstantParamScheduler(GroupParamScheduler):
 
 
 @dataclass(eq=False)
-class LinearParamScheduler(GroupParamScheduler):
+class LinearParamScheduler(_ParamScheduler):
     """A line from ``base * start_factor`` to ``base * end_factor``."""
 
     SHARES = ("start_factor", "end_factor")
@@ -329,7 +315,7 @@ class LinearParamScheduler(GroupParamScheduler):
 
 
 @dataclass(eq=False)
-class StepParamScheduler(GroupParamScheduler):
+class StepParamScheduler(_ParamScheduler):
     """``base * gamma ** (k // step_size)``."""
 
     step_size: int
@@ -341,7 +327,7 @@ class StepParamScheduler(GroupParamScheduler):
 
 
 @dataclass(eq=False)
-class MultiStepParamScheduler(GroupParamScheduler):
+class MultiStepParamScheduler(_ParamScheduler):
     """``base * gamma ** n`` after ``n`` milestones, in any order; one may be there twice."""
 
     milestones: Sequence[int]
@@ -353,7 +339,7 @@ class MultiStepParamScheduler(GroupParamScheduler):
 
 
 @dataclass(eq=False)
-class ExponentialParamScheduler(GroupParamScheduler):
+class ExponentialParamScheduler(_ParamScheduler):
     """``base * gamma ** k``."""
 
     gamma: float
@@ -362,21 +348,8 @@ class ExponentialParamScheduler(GroupParamScheduler):
         return float(self.gamma**k)
 
 
-class Falling(GroupParamScheduler):
-    """Its floor is ``eta_min``, or ``eta_min_ratio`` times the first value; 0 by default."""
-
-    eta_min: float | None
-    eta_min_ratio: float | None = None
-
-    def _floor(self, i: int) -> float:
-        if self.eta_min is not None:
-            return self.eta_min
-        ratio = self.eta_min_ratio or 0.0
-        return self.base_values[i] * ratio
-
-
 @dataclass(eq=False)
-class PolyParamScheduler(Falling):
+class PolyParamScheduler(_ParamScheduler):
     """``eta_min + (base - eta_min) * (1 - k / T) ** power``, where ``T`` is the last step."""
 
     eta_min: float = 0
@@ -386,13 +359,16 @@ class PolyParamScheduler(Falling):
         left = 1 - self._where(k)
         return float(left**self.power)
 
+    def _floor(self, i: int) -> float:
+        return self.eta_min
+
 
 @dataclass(eq=False)
-class CosineAnnealingParamScheduler(Falling):
+class CosineAnnealingParamScheduler(_ParamScheduler):
     """``floor + (base - floor) * (1 + cos(pi * k / T_max)) / 2``.
 
     It rises again after ``T_max``, which is the length of the range by default. The floor is
-    ``eta_min``, or ``eta_min_ratio`` times the first value.
+    ``eta_min``, or ``eta_min_ratio`` times the first value; 0 by default.
     """
 
     T_max: int | None = None
@@ -403,48 +379,101 @@ class CosineAnnealingParamScheduler(Falling):
         length = self.T_max or self._length()
         return half_cosine(k / length)
 
+    def _floor(self, i: int) -> float:
+        if self.eta_min is not None:
+            return self.eta_min
+        ratio = self.eta_min_ratio or 0.0
+        return self.base_values[i] * ratio
 
-@dataclass(eq=False)
+
 class LRSchedulerMixin:
     """Makes the scheduler that follows it among the bases one of the learning rate."""
 
-    param_name: str = field(default="lr", init=False, repr=False)
-
     def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
-        # Only for classes that are no dataclasses, as users of MMEngine write them.
         super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
 
 
-@dataclass(eq=False)
+class MomentumSchedulerMixin:
+    """Makes the scheduler that follows it among the bases one of the momentum.
+
+    Where the groups have ``betas``, it is the first of them, and ``momentum`` beside them
+    has the same value.
+    """
+
+    def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
+
+    def _read(self, group: ParamGroup) -> Any:
+        if "betas" in group:
+            return group["betas"][0]
+        return group["momentum"]
+
+    def _write(self, group: ParamGroup, value: float) -> None:
+        super()._write(group, value)  # type: ignore[misc]
+        if "betas" in group:
+            _, *others = group["betas"]
+            group["betas"] = (group["momentum"], *others)
+
+    def _base_value(self, group: ParamGroup) -> float:
+        if "betas" in group:
+            # Whoever reads the state of the optimizer sees that they are scheduled.
+            group.setdefault("initial_betas", group["betas"])
+        group["momentum"] = self._read(group)
+        base: float = super()._base_value(group)  # type: ignore[misc]
+        return base
+
+
 class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
     """:class:`ConstantParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
 class LinearLR(LRSchedulerMixin, LinearParamScheduler):
     """:class:`LinearParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
 class StepLR(LRSchedulerMixin, StepParamScheduler):
     """:class:`StepParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
 class MultiStepLR(LRSchedulerMixin, MultiStepParamScheduler):
     """:class:`MultiStepParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
 class ExponentialLR(LRSchedulerMixin, ExponentialParamScheduler):
     """:class:`ExponentialParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
 class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
     """:class:`CosineAnnealingParamScheduler` of the learning rate."""
 
 
-@dataclass(eq=False)
 class PolyLR(LRSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the learning rate."""
+
+
+class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
+    """:class:`ConstantParamScheduler` of the momentum."""
+
+
+class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
+    """:class:`LinearParamScheduler` of the momentum."""
+
+
+class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
+    """:class:`StepParamScheduler` of the momentum."""
+
+
+class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
+    """:class:`MultiStepParamScheduler` of the momentum."""
+
+
+class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
+    """:class:`ExponentialParamScheduler` of the momentum."""
+
+
+class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
+    """:class:`CosineAnnealingParamScheduler` of the momentum."""
+
+
+class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
+    """:class:`PolyParamScheduler` of the momentum."""

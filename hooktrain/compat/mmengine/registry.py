@@ -28,17 +28,20 @@ class ScopedRegistry(Registry):
     def find(self, kind: Any) -> Any:
         """See :meth:`hooktrain.compat.registry.Registry.find`."""
         if isinstance(kind, str) and kind not in self and find_spec("mmengine"):
-            root = of_registries(self.name)
-            with suppress(RuntimeError), root.switch_scope_and_registry(None) as scoped:
-                found = scoped.get(kind)
-                if found:
-                    return found
+            theirs = getattr(import_module("mmengine.registry"), self.name)
+            for root in (of_registries(self.name), theirs):
+                with (
+                    suppress(RuntimeError),
+                    root.switch_scope_and_registry(None) as scoped,
+                ):
+                    found = scoped.get(kind)
+                    if found:
+                        return found
         return super().find(kind)
 
 
 MODELS = ScopedRegistry("MODELS")
 MODEL_WRAPPERS = ScopedRegistry("MODEL_WRAPPERS")
-STRATEGIES = ScopedRegistry("STRATEGIES")
 OPTIMIZERS = ScopedRegistry("OPTIMIZERS")
 OPTIM_WRAPPERS = ScopedRegistry("OPTIM_WRAPPERS")
 OPTIM_WRAPPER_CONSTRUCTORS = ScopedRegistry("OPTIM_WRAPPER_CONSTRUCTORS")

@@ -15,19 +15,16 @@ from hooktrain import strategy
 from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
 from hooktrain.compat.mmengine.build import (
     Schedulers,
-    Wrappers,
     build_optim_wrapper,
     build_param_scheduler,
-    check_scheduler_states,
-    load_scheduler_states,
-    scheduler_states,
+    for_each_optimizer,
 )
 from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS, STRATEGIES
 from hooktrain.config import instantiate
 from hooktrain.model.sharding import on_meta
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.solver.build import scale_lr
+from hooktrain.solver import OptimWrapper
+from hooktrain.solver.build import Wrappers, scale_lr
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy.base import Compile
@@ -338,19 +335,8 @@ class BaseStrategy(strategy.BaseStrategy):
         known = {**(default_args or {})}
         for name in ("epoch_length", "max_epochs", "max_iters"):
             known.setdefault(name, self.dispatch_kwargs.get(name))
-        if not isinstance(optim_wrapper, OptimWrapperDict):
-            return self._build_param_scheduler(scheduler, optim_wrapper, known)
-        by_name: Mapping[str, Any] = dict.fromkeys(optim_wrapper, scheduler)
-        if isinstance(scheduler, Mapping) and "type" not in scheduler:
-            by_name = scheduler
-        if by_name.keys() != optim_wrapper.keys():
-            raise KeyError(
-                f"schedulers are for {[*by_name]}, and optimizers are {[*optim_wrapper]}"
-            )
-        built = {}
-        for name, wrapper in optim_wrapper.items():
-            built[name] = self._build_param_scheduler(by_name[name], wrapper, known)
-        return built
+        build = partial(self._build_param_scheduler, default_args=known)
+        return for_each_optimizer(build, scheduler, optim_wrapper)
 
     def _build_param_scheduler(
         self, scheduler: Any, optim_wrapper: OptimWrapper, default_args: dict[str, Any]
@@ -376,7 +362,10 @@ class BaseStrategy(strategy.BaseStrategy):
 
     def scheduler_state_dict(self) -> Any:
         """The states of the schedulers; by name, where there are several optimizers."""
-        return scheduler_states(self.param_schedulers)
+        states = {}
+        for name, schedulers in _by_name(self.param_schedulers).items():
+            states[name] = [scheduler.state_dict() for scheduler in schedulers]
+        return states.get("", states)
 
     def load_model_state_dict(
         self,
@@ -400,8 +389,26 @@ class BaseStrategy(strategy.BaseStrategy):
         self.optim_wrapper.load_state_dict(state_dict)
 
     def load_scheduler_state_dict(self, state_dict: Schedulers) -> None:
-        """Load what :meth:`scheduler_state_dict` returned."""
-        load_scheduler_states(self.param_schedulers, state_dict)
+        """Load what :meth:`scheduler_state_dict` returned.
+
+        Raises:
+            ValueError: for the states of more or fewer schedulers.
+        """
+        self._check_scheduler_state(state_dict)
+        states = _by_name(state_dict)
+        for name, schedulers in _by_name(self.param_schedulers).items():
+            for scheduler, state in zip(schedulers, states[name], strict=True):
+                scheduler.load_state_dict(state)
+
+    def _check_scheduler_state(self, state_dict: Schedulers) -> None:
+        here, saved = (
+            {name: len(each) for name, each in _by_name(given).items()}
+            for given in (self.param_schedulers, state_dict)
+        )
+        if here != saved:
+            raise ValueError(
+                f"the state has so many schedulers: {saved}, and this run: {here}"
+            )
 
     def save_checkpoint(
         self,
@@ -555,7 +562,7 @@ class BaseStrategy(strategy.BaseStrategy):
             parts["param_schedulers"] = SimpleNamespace(
                 state_dict=self.scheduler_state_dict,
                 load_state_dict=self.load_scheduler_state_dict,
-                check_state_dict=partial(check_scheduler_states, self.param_schedulers),
+                check_state_dict=self._check_scheduler_state,
             )
         checkpointer = _Checkpointer(
             self.model, folder, sharded=self.saves_shards, **parts
@@ -597,6 +604,11 @@ class _Checkpointer(Checkpointer):
         if self.callback is not None:
             self.callback(state)
         return state
+
+
+def _by_name(given: Schedulers) -> dict[str, list[Any]]:
+    """Schedulers or their states by the names of optimizers; the only one has the name ""."""
+    return given if isinstance(given, dict) else {"": given}
 
 
 def _settings(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:

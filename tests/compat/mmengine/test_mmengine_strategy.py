@@ -20,6 +20,7 @@ from hooktrain.compat.mmengine import (
     MultiStepLR,
     SingleDeviceStrategy,
     StepLR,
+    build_optim_wrapper,
 )
 from hooktrain.compat.mmengine.registry import STRATEGIES
 from hooktrain.engine import SimpleTrainer
@@ -339,11 +340,24 @@ def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
     assert wrapper.param_groups[0]["lr"] == 0.1
 
 
+class ByPart:
+    """A constructor as users of MMEngine write it: an optimizer for each part of a model."""
+
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+        self.cfg = optim_wrapper_cfg
+
+    def __call__(self, model: nn.Module) -> OptimWrapperDict:
+        wrappers: dict[str, Any] = {}
+        for name in ("first", "last"):
+            part = model.get_submodule(name)
+            wrappers[name] = build_optim_wrapper(part, self.cfg)
+        return OptimWrapperDict(**wrappers)
+
+
 def test_several_optimizers_know_where_the_run_ends(made: SingleDeviceStrategy) -> None:
-    accumulating = {**SGD, "accumulative_counts": 4}
     _, wrapper, schedules = made.prepare(
         TOY,
-        optim_wrapper={"first": accumulating, "last": accumulating},
+        optim_wrapper={**SGD, "accumulative_counts": 4, "constructor": ByPart},
         param_scheduler={"type": "LinearLR", "by_epoch": True},
         dispatch_kwargs={"max_iters": 6, "max_epochs": 7},
     )
@@ -475,7 +489,7 @@ def test_an_evaluation_resumes_from_any_checkpoint(
 
 
 def test_the_schedulers_of_several_optimizers_come_back(tmp_path: Path) -> None:
-    options = {"optim_wrapper": {"first": SGD, "last": SGD}}
+    options = {"optim_wrapper": {**SGD, "constructor": ByPart}}
     first = prepared(tmp_path, **options)
     first.param_schedulers["last"][0].step()  # type: ignore[call-overload]
     first.save_checkpoint(tmp_path / "a.pth")

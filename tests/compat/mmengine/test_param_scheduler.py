@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import warnings
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from hooktrain.compat.mmengine.param_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
     ExponentialLR,
-    GroupParamScheduler,
     LinearLR,
     LinearParamScheduler,
     PolyLR,
     StepLR,
+    _ParamScheduler,
 )
 from hooktrain.compat.mmengine.registry import PARAM_SCHEDULERS
 from scheduler_toys import (
@@ -35,6 +36,14 @@ from scheduler_toys import (
     values,
 )
 
+# MMEngine wants optimizer.step() to be called first, which needs gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
+
+OUR_MIXINS = (ours.LRSchedulerMixin, ours.MomentumSchedulerMixin)
+THEIR_MIXINS = (
+    theirs.lr_scheduler.LRSchedulerMixin,
+    theirs.momentum_scheduler.MomentumSchedulerMixin,
+)
 Values = list[list[float]]
 
 
@@ -100,24 +109,31 @@ def test_epochs_become_iterations(spec: Any, epoch_length: int) -> None:
     assert rates_of(ours) == pytest.approx(rates_of(theirs), rel=1e-12, abs=1e-15)
 
 
-NAMES = [n for n in dir(theirs) if n.endswith(("LR", "Scheduler")) and n[0] != "_"]
+FROM_MMENGINE = ("CosineRestart", "OneCycle", "ReduceOnPlateau")
+NAMES = [
+    name
+    for name in dir(theirs)
+    if name.endswith(("LR", "ParamScheduler", "Momentum"))
+    and not name.startswith(("_", *FROM_MMENGINE))
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_classes_have_mmengines_names_and_arguments(name: str) -> None:
-    def arguments(cls: Any) -> dict[str, Any]:
-        # MMEngine's signatures say *args; those of the class before it in the order say more.
-        generic = next(c for c in cls.__mro__ if c.__name__.endswith("ParamScheduler"))
-        named = inspect.signature(generic).parameters.values()
-        fixed = () if cls is generic else ("param_name",)
-        return {p.name: p.default for p in named if p.name not in fixed}
+def test_each_scheduler_is_registered_and_pickled_by_mmengines_name(name: str) -> None:
+    kind = getattr(ours, name)
+    assert issubclass(kind, ours._ParamScheduler)
+    assert PARAM_SCHEDULERS.get(name) is pickle.loads(pickle.dumps(kind)) is kind
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("ParamScheduler")])
+def test_arguments_have_mmengines_names_and_defaults(name: str) -> None:
+    def arguments(kind: Any) -> dict[str, Any]:
+        named = inspect.signature(kind).parameters.values()
+        return {parameter.name: parameter.default for parameter in named}
 
     expected = arguments(getattr(theirs, name))
     parameters = inspect.signature(getattr(ours, name)).parameters
-    mine = {key: parameter.default for key, parameter in parameters.items()}
-    if name.startswith("OneCycle"):  # 0 there, which trains nothing
-        assert mine.pop("eta_max") is inspect.Parameter.empty
-        del expected["eta_max"]
+    mine = arguments(getattr(ours, name))
     assert mine == expected
     positional = [
         key for key in mine if parameters[key].kind.name == "POSITIONAL_OR_KEYWORD"
@@ -125,16 +141,12 @@ def test_classes_have_mmengines_names_and_arguments(name: str) -> None:
     assert positional == list(expected)[: len(positional)]
     by_keyword = {"begin", "end", "last_step", "by_epoch", "verbose", "eta_min_ratio"}
     assert set(mine) - set(positional) <= by_keyword
-    # Each is a class of its own, which is registered and found again after pickling.
-    assert issubclass(getattr(ours, name), ours._ParamScheduler)
-    assert PARAM_SCHEDULERS.get(name) is getattr(ours, name)
-    assert pickle.loads(pickle.dumps(getattr(ours, name))) is getattr(ours, name)
 
 
-@pytest.mark.parametrize("optimizer", [None, torch.nn.Linear(1, 1)])
-def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
-    with pytest.raises(TypeError, match=f"torch optimizer .*{str(optimizer)[:6]}"):
-        StepLR(optimizer, 2)
+@pytest.mark.parametrize("name", ["OneCycleLR", "CosineRestartMomentum"])
+def test_other_schedulers_are_those_of_mmengine(name: str) -> None:
+    assert getattr(ours, name) is getattr(theirs, name)
+    assert PARAM_SCHEDULERS.find(name) is getattr(theirs, name)
 
 
 def test_the_last_step_has_exactly_the_final_value() -> None:
@@ -165,7 +177,7 @@ def test_a_wrong_argument_writes_nothing(make: Any, message: str) -> None:
     assert [*optimizer.param_groups[0].items()] == before
 
 
-class SawToothLR(GroupParamScheduler):
+class SawToothLR(_ParamScheduler):
     def __init__(self, optimizer: Any, period: int, **kwargs: Any) -> None:
         self.period = period
         super().__init__(optimizer, "lr", **kwargs)
@@ -366,18 +378,109 @@ def test_a_rate_in_a_tensor_composes() -> None:
     assert type(optimizer.param_groups[0]["initial_lr"]) is float
 
 
-def test_a_rate_in_a_tensor_is_not_read_while_nobody_else_sets_it(
-    monkeypatch: pytest.MonkeyPatch,
+# Momentum, and schedulers of users
+
+
+@SAME_EACH_TIME
+@given(st.lists(schedulers(), min_size=1, max_size=2))
+def test_the_momentum_of_sgd_and_the_first_beta_of_adam_are_scheduled(
+    specs: Any,
 ) -> None:
-    optimizer = sgd(torch.tensor(0.1))
-    scheduler = ExponentialLR(optimizer, 0.9)
+    momentum = itemgetter("momentum")
 
-    def refuse(tensor: Any) -> None:
-        raise AssertionError("a host-device synchronisation")
+    def first_beta(group: dict[str, Any]) -> Any:
+        return group["betas"][0]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "item", refuse)
-        patch.setattr(torch.Tensor, "__float__", refuse)
-        for _ in range(10):
-            scheduler.step()
-    assert rates(optimizer)[0].item() == pytest.approx(0.1 * 0.9**10, rel=1e-6)
+    reference = values(theirs, specs, sgd(0.1, 0.37), momentum, form="Momentum")
+    seen = values(ours, specs, sgd(0.1, 0.37), momentum, form="Momentum")
+    assert seen == near(reference)
+    optimizer = adam(0.1)
+    reference = values(theirs, specs, adam(0.1), momentum, form="Momentum")
+    seen = values(ours, specs, optimizer, form="Momentum", read=first_beta)
+    assert seen == near(reference)
+    (group,) = optimizer.param_groups
+    assert group["betas"] == (group["momentum"], 0.95)
+
+
+def adam(*lrs: float) -> torch.optim.Adam:
+    return torch.optim.Adam(sgd(*lrs).param_groups, betas=(0.8, 0.95))
+
+
+def subclasses_for_mmengine(library: Any, mixins: Any) -> dict[str, Any]:
+    """Schedulers as users of MMEngine write them: recursive, by keyword, with a mixin."""
+
+    class QuadraticParamScheduler(library._ParamScheduler):  # type: ignore[misc]
+        def __init__(
+            self,
+            optimizer: Any,
+            param_name: str,
+            power: int = 2,
+            begin: int = 0,
+            end: int = 20,
+            **kw: Any,
+        ) -> None:
+            self.total_iters, self.power = end - begin, power
+            super().__init__(
+                optimizer=optimizer, param_name=param_name, begin=begin, end=end, **kw
+            )
+
+        def _get_value(self) -> list[Any]:
+            rise = (2 * self.last_step + 1) / self.total_iters**self.power
+            values = []
+            for base, group in zip(
+                self.base_values, self.optimizer.param_groups, strict=True
+            ):
+                value = group[self.param_name] if self.last_step else 0
+                values.append(value + base * rise)
+            return values
+
+    class QuadraticLR(mixins[0], QuadraticParamScheduler):  # type: ignore[misc]
+        pass
+
+    class QuadraticMomentum(mixins[1], QuadraticParamScheduler):  # type: ignore[misc]
+        pass
+
+    class HalvingLR(library.StepLR):  # type: ignore[misc]
+        def _get_value(self) -> list[Any]:
+            factor = 0.5 if self.last_step % self.step_size == 1 else 1.0
+            return [
+                group[self.param_name] * factor for group in self.optimizer.param_groups
+            ]
+
+    return {
+        "QuadraticLR": lambda o: QuadraticLR(o, begin=3, end=13, by_epoch=False),
+        "QuadraticMomentum": lambda o: QuadraticMomentum(o, 2, 0),
+        "HalvingLR": lambda o: HalvingLR(o, step_size=4, end=30),
+        "converted": lambda o: HalvingLR.build_iter_from_epoch(
+            o, step_size=2, epoch_length=3
+        ),
+    }
+
+
+def trajectory(optimizer: Any, scheduler: Any, steps: int) -> list[Any]:
+    seen = []
+    for _ in range(steps):
+        scheduler.step()
+        for group in optimizer.param_groups:
+            seen.append((group["lr"], group.get("momentum"), group.get("betas")))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name", ["QuadraticLR", "QuadraticMomentum", "HalvingLR", "converted"]
+)
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("at", [1, 7, 25])
+def test_a_subclass_written_for_mmengine_resumes_with_its_values(
+    name: str, make: Any, at: int
+) -> None:
+    build_theirs = subclasses_for_mmengine(theirs, THEIR_MIXINS)[name]
+    build = subclasses_for_mmengine(ours, OUR_MIXINS)[name]
+    optimizers = [make(0.1, 0.37) for _ in range(3)]
+    reference, whole, resumed = optimizers
+    expected = trajectory(reference, build_theirs(reference), 40)
+    first, second = build(whole), build(resumed)
+    assert trajectory(whole, first, at) == expected[: 2 * at]
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    second.load_state_dict(first.state_dict())
+    assert trajectory(resumed, second, 40 - at) == expected[2 * at :]
