@@ -16,7 +16,12 @@ from hooktrain.checkpoint.loading import (
     load_model_state,
     read_on_all_ranks,
 )
-from hooktrain.checkpoint.resume import checkpoint_names, names_to_resume, write_pointer
+from hooktrain.checkpoint.resume import (
+    OF_A_RUN,
+    checkpoint_names,
+    names_to_resume,
+    write_pointer,
+)
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
@@ -66,6 +71,8 @@ class Checkpointer:
         "_convert_ndarray_to_tensor",
         "_log_incompatible_keys",
     )
+
+    _of_a_run: ClassVar = OF_A_RUN  # the names that a resume falls back to
 
     def __init_subclass__(cls) -> None:
         hint = "derive from hooktrain.compat.detectron2.Checkpointer, which calls it"
@@ -304,7 +311,7 @@ class Checkpointer:
             CorruptCheckpointError: if there are some, and none is intact.
         """
         on_all_ranks(self.wait)
-        candidates = names_to_resume(self.save_dir)
+        candidates = names_to_resume(self.save_dir, self._of_a_run)
         problems = []
         while True:
             name = on_main_process(lambda: next(candidates, None))
@@ -380,7 +387,7 @@ class Checkpointer:
     def get_checkpoint_file(self) -> str:
         """The path of the checkpoint to resume from, not verified, or ""."""
         self.wait()
-        for name in names_to_resume(self.save_dir):
+        for name in names_to_resume(self.save_dir, self._of_a_run):
             return os.path.join(self.save_dir, name)
         return ""
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 POINTER = "last_checkpoint"
 
 # Files with other names may be anybody's. A folder that was moved aside has ".old-" in its name.
-_OF_A_RUN = re.compile(r"(.+)_([0-9]{7,}|final)(\.pth|\.old-.+)?")
+OF_A_RUN = re.compile(r"(.+)_([0-9]{7,}|final)(\.pth|\.old-.+)?")
 
 
 def write_pointer(save_dir: str, name: str) -> None:
@@ -66,22 +66,28 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
     return sorted(names)
 
 
-def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
+def names_to_resume(
+    save_dir: AnyPath, of_a_run: re.Pattern[str] = OF_A_RUN
+) -> Iterator[str]:
     """The names of the checkpoints to try, in this order.
 
     The one that ``last_checkpoint`` names comes first, then the others follow, newest first. Those
     with a higher iteration than that one are of another run, and come last. A file that does not
     have the name of a run's checkpoint, or holds no iteration, is left out.
+
+    Args:
+        save_dir: the folder.
+        of_a_run: what the names of a run's checkpoints look like: a prefix and a number.
     """
     pointed = read_pointer(save_dir)
     if pointed:
         yield pointed
-    limit = iteration_in_name(pointed)
+    limit = iteration_in_name(pointed, of_a_run=of_a_run)
     others = []
     for name in checkpoint_names(save_dir):
-        if name == pointed or not _OF_A_RUN.fullmatch(name):
+        if name == pointed or not of_a_run.fullmatch(name):
             continue
-        iteration = iteration_in_name(name)
+        iteration = iteration_in_name(name, of_a_run=of_a_run)
         if iteration is None:
             iteration = _stored_iteration(os.path.join(save_dir, name))
         if iteration is not None:
@@ -91,7 +97,9 @@ def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
         yield name
 
 
-def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
+def iteration_in_name(
+    name: str, prefix: str | None = None, of_a_run: re.Pattern[str] = OF_A_RUN
+) -> int | None:
     """The number in ``{prefix}_{7 or more digits}`` with or without ``.pth``, or None.
 
     >>> iteration_in_name("model_0000099.pth")
@@ -99,7 +107,7 @@ def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
     >>> iteration_in_name("model_final.pth") is None
     True
     """
-    match = _OF_A_RUN.fullmatch(name)
+    match = of_a_run.fullmatch(name)
     if match is None or prefix not in (None, match[1]):
         return None
     number = match[2]

@@ -2,12 +2,13 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
 
@@ -426,7 +427,9 @@ class BaseStrategy(strategy.BaseStrategy):
         a killed run has left there.
 
         Args:
-            filename: its path. A file there is replaced in one go.
+            filename: its path. A file there is replaced in one go. One that is named as
+                ``iter_70.pth`` or ``epoch_3.pth`` is there to go back to, if a newer one
+                is damaged.
             save_optimizer: with the optimizer's state, if there is one.
             save_param_scheduler: with the schedulers' states, if there are any.
             extra_ckpt: further entries, of tensors and plain types. ``meta`` gets the
@@ -578,6 +581,10 @@ class BaseStrategy(strategy.BaseStrategy):
 class _Checkpointer(Checkpointer):
     """Saves and loads the model by the strategy's methods, and calls a function around it."""
 
+    # Also MMEngine's names, such as iter_70.pth, but not best_accuracy_epoch_3.pth.
+    _of_a_run: ClassVar = re.compile(
+        r"(iter|epoch|.+(?=_[0-9]{7}|_final))_([0-9]+|final)(\.pth|\.old-.+)?"
+    )
     strategy: BaseStrategy
     callback: Callback = None
 

@@ -413,6 +413,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(second.model_state_dict(), first.model_state_dict())
 
 
+@pytest.mark.parametrize("damaged", ["iter_10.pth", "last_checkpoint"])
+def test_the_newest_intact_checkpoint_of_mmengines_names_is_resumed(
+    tmp_path: Path, damaged: str
+) -> None:
+    made = prepared(tmp_path)
+    for name, done in (("iter_9", 9), ("best_loss_iter_11", 11), ("iter_10", 10)):
+        made.save_checkpoint(
+            tmp_path / f"{name}.pth", extra_ckpt={"meta": {"iter": done}}
+        )
+    (tmp_path / damaged).write_bytes(b"damaged")
+    rest = made.resume(None)
+    assert rest is not None
+    assert rest["meta"]["iter"] == (9 if damaged == "iter_10.pth" else 10)
+
+
 def test_the_first_save_removes_what_a_killed_run_has_left(tmp_path: Path) -> None:
     left = tmp_path / ".iter_3.pth.tmp-1-elsewhere"
     left.write_bytes(b"half of a file")
