@@ -4,8 +4,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
@@ -133,30 +132,26 @@ def _identify(address: str) -> tuple[str, str]:
 def _copy(address: str, target: IO[bytes]) -> str:
     """Write a remote file to an open local one, and return its SHA-256."""
     digest = hashlib.sha256()
-    with _opened(address) as (source, size):
-        while chunk := source.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            target.write(chunk)
-    if size not in (None, target.tell()):
-        raise OSError(f"{address} has ended after {target.tell()} of {size} bytes")
+    try:
+        with _open(address) as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                target.write(chunk)
+    except HTTPException as error:
+        raise OSError(f"the download of {address} failed: {error!r}") from error
+    # An answer of a web server knows how many bytes are still to come.
+    if getattr(source, "length", None):
+        raise OSError(f"{address} has ended {source.length} bytes too early")
     return digest.hexdigest()
 
 
-@contextmanager
-def _opened(address: str) -> Iterator[tuple[Any, int | None]]:
-    """A remote file, open for reading, and its size if that is known."""
-    if not address.startswith(_HTTP):
-        import fsspec
+def _open(address: str) -> Any:
+    """A remote file, open for reading."""
+    if address.startswith(_HTTP):
+        # For these fsspec would need aiohttp, which does not come with torch.
+        request = Request(address, headers={"User-Agent": "hooktrain"})
+        return urlopen(request, timeout=_SILENT_SECONDS)
+    import fsspec
 
-        system, path = fsspec.url_to_fs(address)
-        with system.open(path, "rb", block_size=_CHUNK_BYTES) as file:
-            yield file, system.size(path)
-        return
-    # For these fsspec would need aiohttp, which does not come with torch.
-    request = Request(address, headers={"User-Agent": "hooktrain"})
-    try:
-        with urlopen(request, timeout=_SILENT_SECONDS) as response:
-            size = response.headers["Content-Length"]
-            yield response, None if size is None else int(size)
-    except HTTPException as error:
-        raise OSError(f"the download of {address} failed: {error!r}") from error
+    system, path = fsspec.url_to_fs(address)
+    return system.open(path, "rb", block_size=_CHUNK_BYTES)
