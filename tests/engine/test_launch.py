@@ -56,18 +56,9 @@ def test_a_single_process_is_a_plain_call_with_its_result() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"num_machines": 2, "machine_rank": 2},
-            r"machine_rank must be in \[0, 2\), got 2",
-        ),
-        (
-            {"num_machines": 2},
-            "dist_url must be an address of machine 0 .*'tcp:.*, got None",
-        ),
-        (
-            {"num_machines": 2, "dist_url": "auto"},
-            "dist_url must be an address .*, got 'auto'",
-        ),
+        ({"num_machines": 2, "machine_rank": 2}, "got 2"),
+        ({"num_machines": 2}, "got None"),
+        ({"num_machines": 2, "dist_url": "auto"}, "got 'auto'"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
@@ -152,7 +143,7 @@ def test_the_error_of_the_first_rank_that_fails_comes_back(
     monkeypatch.setattr(LAUNCH, "_GRACE_SECONDS", 0.5)
     get_temp_dir()  # that of the fork server
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"rank [12] failed") as caught:
+    with pytest.raises(RuntimeError, match="failed") as caught:
         launch(fail_in_rank_1_alone, 3)
     assert "rank 1 failed" in str(caught.value)
     assert "in fail_in_rank_1_alone" in str(caught.value)
@@ -206,8 +197,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LAUNCH, "_GRACE_SECONDS", 0.5)
-    message = "rank 1 failed: .* terminated with signal SIGKILL"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"rank 1 .* SIGKILL"):
         launch(die_in_rank_1_alone, 2)
 
 

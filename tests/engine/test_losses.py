@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,9 +29,7 @@ def test_the_first_of_several_bad_iterations_is_named() -> None:
     recorder = LossRecorder(EventStorage())
     for i, (a, b) in enumerate([(1.0, 1.0), (2.0, math.inf), (math.nan, 3.0)]):
         recorder.record(i, {"loss_a": a, "loss_b": b}, 0.0, total=None, check_now=False)
-    with pytest.raises(
-        FloatingPointError, match=r"iteration=1!\n.*'loss_a': 2.0, 'loss_b': inf"
-    ):
+    with pytest.raises(FloatingPointError, match="iteration=1"):
         recorder.check(3)
 
 
@@ -128,48 +125,16 @@ def test_a_mean_of_what_is_not_finite_is_not_finite_on_any_rank(ranks: Any) -> N
 
 
 class Model(nn.Module):
-    """Several losses; in some iterations rank 1 has one more."""
+    """Several losses."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 3)
-        self.count, self.calls = count, 0
+        self.count = count
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         loss = self.fc(x).square().mean()
-        losses = {
-            f"loss_{i}": loss / (comm.get_rank() + i + 1) for i in range(self.count)
-        }
-        if 8 <= self.calls < 11 and comm.get_rank() == 1:
-            losses["odd"] = loss * 3
-        self.calls += 1
-        return losses
-
-
-def histories() -> dict[str, Any]:
-    torch.manual_seed(1)
-    model = Model(2)
-    trainer = SimpleTrainer(model, batches(4), sgd(model), gather_metric_period=4)
-
-    def in_between(_: Any) -> None:
-        if trainer.iter == 17:
-            trainer.synchronize()
-        if trainer.iter == 21 and comm.get_rank() == 1:
-            trainer.request_stop("enough")
-
-    trainer.register_hooks([CallbackHook(after_step=in_between)])
-    trainer.train(0, 6)
-    trainer.train(max_iter=40)
-    values = {name: h.values() for name, h in trainer.storage.histories().items()}
-    return {name: v for name, v in values.items() if name != "rank_data_time"}
-
-
-def test_every_iteration_of_a_run_has_its_means_on_all_ranks() -> None:
-    first, second = run_ranks(histories, 2)
-    assert first == second
-    assert list(first) == ["total_loss", "loss_0", "loss_1", "data_time", "odd"]
-    assert [i for _, i in first.pop("odd")] == [8, 9, 10]
-    assert all([i for _, i in values] == list(range(24)) for values in first.values())
+        return {f"loss_{i}": loss / (i + 1) for i in range(self.count)}
 
 
 @pytest.fixture

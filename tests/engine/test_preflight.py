@@ -14,14 +14,6 @@ from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from toys import LinearLoss, sgd
 
 
-def test_parts_that_belong_together_are_accepted_in_silence(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = LinearLoss()
-    check_parts(model, OptimWrapper(sgd(model)))
-    assert caplog.messages == []
-
-
 def test_a_run_is_refused_before_its_hooks_begin() -> None:
     trainer = SimpleTrainer(LinearLoss(), [], sgd(LinearLoss()))
     begun: list[object] = []

@@ -79,13 +79,13 @@ def test_an_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) 
 )
 def test_the_model_of_another_trainer_is_refused(make: Any) -> None:
     trainer = linear_trainer(make(LinearLoss()))
-    with pytest.raises(ValueError, match="another model than the trainer"):
+    with pytest.raises(ValueError, match="another model"):
         trainer.train(0, 1)
 
 
 def test_an_average_of_another_library_is_refused() -> None:
     model = LinearLoss()
-    with pytest.raises(TypeError, match=r"of ours: .*swa_utils\.AveragedModel"):
+    with pytest.raises(TypeError, match="AveragedModel"):
         EMA(model, average=torch.optim.swa_utils.AveragedModel(model))  # type: ignore[arg-type]
 
 
@@ -169,6 +169,6 @@ def test_the_trainers_own_position_in_the_data_is_not_moved() -> None:
     model = Net()
     trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
     trainer.register_hooks([PreciseBN(1, model, loader, 2)])
-    with pytest.raises(ValueError, match="move the trainer's data_loader"):
+    with pytest.raises(ValueError, match="data_loader"):
         trainer.train(0, 1)
     assert loader.batches == 0

@@ -93,13 +93,9 @@ def test_a_run_goes_on_as_if_the_update_had_not_been_asked_for(
 
 def test_too_many_in_a_row_raise() -> None:
     train({1, 2, 4, 5}, 2)
-    with pytest.raises(
-        FloatingPointError, match=r"in 1 iterations in a row, up to iteration 3"
-    ):
+    with pytest.raises(FloatingPointError, match="iteration 3"):
         train({3}, 0)
-    with pytest.raises(
-        FloatingPointError, match=r"in 3 iterations in a row, up to iteration 3"
-    ) as caught:
+    with pytest.raises(FloatingPointError, match="iteration 3") as caught:
         train({1, 2, 3}, 2)
     assert WHERE_IT_BEGINS in str(caught.value)
 
@@ -163,9 +159,7 @@ def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None
 
 
 def test_a_poisoned_buffer_ends_the_run() -> None:
-    with pytest.raises(
-        FloatingPointError, match=r"not finite any more: \['0.running_mean is nan'"
-    ) as caught:
+    with pytest.raises(FloatingPointError, match="running_mean is nan") as caught:
         run(nn.Sequential(nn.BatchNorm1d(4), LinearLoss()), data({1}))
     assert WHERE_IT_BEGINS in str(caught.value)
     model = LinearLoss()
@@ -235,7 +229,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
 def test_a_limit_that_cannot_be_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=f"above 0 seconds, but got {seconds}"):
+    with pytest.raises(ValueError, match=f"got {seconds}"):
         Watchdog(seconds)
 
 

