@@ -73,7 +73,7 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(FileExistsError, match="no sharded checkpoint"):
+    with pytest.raises(FileExistsError, match="mine"):
         save(tmp_path / "mine", 1)
     assert names(tmp_path / "mine") == ["thesis.txt"]
 
@@ -166,7 +166,7 @@ def test_a_crafted_folder_is_passed_over_for_an_older_one(
 @pytest.mark.parametrize("content", [[], {}, {"files": 3}, {"files": {3: (1, "")}}])
 def test_a_crafted_manifest_is_refused(content: Any, tmp_path: Path) -> None:
     folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
-    with pytest.raises(CorruptCheckpointError, match="no intact checkpoint"):
+    with pytest.raises(CorruptCheckpointError, match="intact"):
         verify_folder(folder)
 
 

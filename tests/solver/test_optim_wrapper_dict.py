@@ -48,21 +48,20 @@ def test_the_state_of_several_optimizers_goes_by_name() -> None:
     others.load_state_dict(wrappers.state_dict())
     assert others["a"].inner_count == 1
     assert others["b"].skipped_updates == 1
-    with pytest.raises(ValueError, match=r"\['a'\], not \['a', 'b'\]"):
+    with pytest.raises(ValueError, match="'b'"):
         others.check_state_dict({"a": wrappers["a"].state_dict()})
 
 
 @pytest.mark.parametrize("name", ["optimizer", "inner_count"])
 def test_what_only_one_optimizer_does_says_what_to_call(name: str) -> None:
     _, _, wrappers = several()
-    message = rf"call optim_wrapper\[name\]\.{name}, .* one of \['a', 'b'\]"
-    with pytest.raises(AttributeError, match=message):
+    with pytest.raises(AttributeError, match=name):
         getattr(wrappers, name)
     assert copy.deepcopy(wrappers).keys() == wrappers.keys()
 
 
 def test_a_member_must_be_a_wrapper() -> None:
-    with pytest.raises(TypeError, match="'a' must be an OptimWrapper: SGD"):
+    with pytest.raises(TypeError, match="'a'"):
         OptimWrapperDict(a=sgd(LinearLoss()))  # type: ignore[arg-type]
 
 
@@ -145,16 +144,10 @@ def test_each_of_several_optimizers_with_one_scaler_counts_its_own_skips(
     assert wrappers["adamw"].skipped_updates == 1
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"accumulative_counts": 2}, "not .*OptimWrapper'>, 1, None.*, 2, None"),
-        ({"dtype": "bfloat16"}, "AmpOptimWrapper'>, 1, torch.bfloat16"),
-    ],
-)
-def test_what_cannot_share_a_loss_is_refused(other: Any, message: str) -> None:
+@pytest.mark.parametrize("other", [{"accumulative_counts": 2}, {"dtype": "bfloat16"}])
+def test_what_cannot_share_a_loss_is_refused(other: Any) -> None:
     model = LinearLoss()
     wrappers = together(model, None)
     wrappers["adamw"] = together(model, **{"dtype": None, **other})["adamw"]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="OptimWrapper"):
         wrappers.update_params(model(batches(1)[0]))

@@ -115,12 +115,9 @@ def test_an_override_of_one_parameter_wins_over_that_of_all_of_its_last_name() -
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"bias_lr_factor": 2.0}, "and bias_lr_factor need base_lr"),
-        ({"lr_factor_func": len}, "lr_factor_func and .* need base_lr"),
-        (
-            {"weight_decay_bias": 0.0, "overrides": {"bias": {"lr": 1.0}}},
-            "biases are set twice",
-        ),
+        ({"bias_lr_factor": 2.0}, "base_lr"),
+        ({"lr_factor_func": len}, "base_lr"),
+        ({"weight_decay_bias": 0.0, "overrides": {"bias": {"lr": 1.0}}}, "twice"),
     ],
 )
 def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> None:
@@ -130,11 +127,7 @@ def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("head.wieght", "is no parameter of the model; did you mean 'head.weight'"),
-        ("scales", "did you mean 'scale'"),
-        ("head", "'head' is no parameter"),
-    ],
+    [("head.wieght", "'head.weight'"), ("scales", "'scale'"), ("head", "'head'")],
 )
 def test_an_override_of_nothing_is_a_warning(
     name: str, message: str, caplog: pytest.LogCaptureFixture

@@ -172,18 +172,15 @@ def test_values_without_an_order_are_refused(values: Any) -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: MultiStepParamScheduler([1, 2]), "one of num_updates and milestones"),
-        (
-            lambda: MultiStepParamScheduler([1, 2], milestones=[3]),
-            "2 values need 1 milestones",
-        ),
-        (lambda: MultiStepParamScheduler([1, 2, 3], 2), r"\(0, 2\), but got \[1, 2\]"),
-        (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"increase.*\[6, 3\]"),
-        (lambda: CompositeParamScheduler([ONE], [1.0], []), r"one of .*scaling=\[\]"),
-        (lambda: CompositeParamScheduler([ONE], [0.9], ["fixed"]), r"sum to 1.*\[0.9"),
-        (lambda: CompositeParamScheduler([ONE], [1.0], ["x"]), "interval_scaling.*'x'"),
+        (lambda: MultiStepParamScheduler([1, 2]), "milestones"),
+        (lambda: MultiStepParamScheduler([1, 2], milestones=[3]), "1 milestones"),
+        (lambda: MultiStepParamScheduler([1, 2, 3], 2), r"\[1, 2\]"),
+        (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"\[6, 3\]"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], []), r"\[\]"),
+        (lambda: CompositeParamScheduler([ONE], [0.9], ["fixed"]), r"\[0.9"),
+        (lambda: CompositeParamScheduler([ONE], [1.0], ["x"]), "'x'"),
         (lambda: WarmupParamScheduler(ONE, 0.1, 1000), "warmup_length=1000"),
-        (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'linear' or .*'exp'"),
+        (lambda: WarmupParamScheduler(ONE, 0.1, 0.1, "exp"), "'exp'"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(
