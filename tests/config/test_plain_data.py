@@ -154,7 +154,7 @@ def test_a_save_that_fails_keeps_the_old_file(
 ) -> None:
     path = tmp_path / "config.json"
     LazyConfig.save(ConfigDict(a={"x": 1}), path)
-    with pytest.raises(ValueError, match=r"as JSON.*not 'config\.py'"):
+    with pytest.raises(ValueError, match=r"'config\.py'"):
         LazyConfig.save(ConfigDict(), "config.py")
 
     def full(descriptor: int) -> None:

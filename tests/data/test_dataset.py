@@ -31,7 +31,7 @@ def test_a_function_that_filters_everything_out_is_an_error(
 ) -> None:
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(ValueError, match="for 1000 samples, first for 0"),
+        pytest.raises(ValueError, match="first for 0"),
     ):
         MapDataset([1, 3], drop_odd)[0]
     assert "3 samples in place of number 0" in caplog.text

@@ -164,24 +164,15 @@ def test_the_trainers_own_random_numbers_are_not_disturbed(workers: int) -> None
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({}, {"seed": 6}, "seed=5, but now seed=6"),
-        ({}, {"total_batch_size": 2}, "total_batch_size=4, but now total_batch_size=2"),
-        (
-            {"sampler": TrainingSampler(10, seed=5)},
-            {"sampler": TrainingSampler(10, seed=6)},
-            "sampler_seed=5, but now sampler_seed=6",
-        ),
+        ({}, {"seed": 6}, "seed=5.*seed=6"),
+        ({}, {"total_batch_size": 2}, "batch_size=4.*batch_size=2"),
         (
             {"sampler": TrainingSampler(10, seed=5), "seed": None},
             {"sampler": TrainingSampler(10, seed=6), "seed": None},
-            "seed=5, but now seed=6",
+            "seed=5.*seed=6",
         ),
-        (
-            {"seed": None},
-            {"seed": None, "dataset": 9},
-            "dataset_size=10, but now dataset_size=9",
-        ),
-        ({"state": {"_num_yielded": 3}}, {}, "seed=None, but now seed=5"),
+        ({"seed": None}, {"seed": None, "dataset": 9}, "size=10.*size=9"),
+        ({"state": {"_num_yielded": 3}}, {}, "seed=None.*seed=5"),
     ],
 )
 def test_a_position_in_another_stream_is_refused(

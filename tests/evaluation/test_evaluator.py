@@ -108,7 +108,7 @@ def test_the_error_of_a_model_that_cannot_take_the_batch_says_how_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     batch = [torch.ones(1, 2), torch.ones(1)]
-    with pytest.raises(TypeError, match="must be Tensor, not list") as caught:
+    with pytest.raises(TypeError, match="Tensor, not list") as caught:
         inference_on_dataset(nn.Linear(2, 2), [batch], None)
     notes = getattr(caught.value, "__notes__", caplog.messages)
     assert notes == ["step=function(model, batch) says how else it is called"]
@@ -169,18 +169,6 @@ def test_functions_and_objects_of_torchmetrics_are_evaluators() -> None:
     assert first["classification"]["accuracy"] == 60.0
 
 
-def test_an_evaluator_sees_what_is_on_the_device_of_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recorder = Recorder()
-    monkeypatch.setattr(
-        torch.accelerator, "synchronize", lambda device: None
-    )  # there is nothing
-    inference_on_dataset(nn.Linear(2, 2, device="meta"), [torch.zeros(1, 2)], recorder)
-    inputs, outputs = recorder.calls[1]
-    assert (inputs.device.type, outputs.device.type) == ("meta", "meta")
-
-
 def test_a_model_evaluates_without_gradients() -> None:
     model, seen = frozen_model(), []
 
@@ -239,7 +227,7 @@ def test_callbacks_are_called_around_the_model() -> None:
         model, ["three"], None, {"on_end": lambda: calls.append("alone")}
     )
     assert calls[-2:] == ["three", "alone"]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'on_stat'"):
+    with pytest.raises(TypeError, match="'on_stat'"):
         inference_on_dataset(double, [1], None, {"on_stat": list})  # type: ignore[dict-item]
 
 

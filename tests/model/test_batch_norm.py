@@ -108,7 +108,7 @@ def test_too_few_batches_change_nothing() -> None:
     model, drawn = nn.Sequential(nn.BatchNorm1d(3)), iter(range(10))
     before = buffers(model)
     update_bn_stats(model, [], num_iters=0)
-    with pytest.raises(ValueError, match="this gave 3 of num_iters=5"):
+    with pytest.raises(ValueError, match="num_iters=5"):
         update_bn_stats(model, batches(4, 4, 4), num_iters=5)
     assert_unchanged(model, before)
     update_bn_stats(model, (torch.randn(2, 3) for _ in drawn), num_iters=4)
@@ -148,7 +148,7 @@ def on_a_rank() -> dict[str, Any]:
 def too_short() -> str:
     layer = nn.BatchNorm1d(2)
     data = all_batches()[: 5 - 2 * dist.get_rank()]
-    with pytest.raises(ValueError, match="a data_loader is too short") as error:
+    with pytest.raises(ValueError, match="too short") as error:
         update_bn_stats(layer, data, num_iters=5)
     assert torch.equal(layer.get_buffer("running_mean"), torch.zeros(2))
     return str(error.value)
@@ -160,10 +160,8 @@ def ranks() -> list[Any]:
 
 
 def test_a_short_loader_on_one_rank_is_an_error_on_all(ranks: list[Any]) -> None:
-    start = "a data_loader is too short: this gave"
-    assert [rank["error"] for rank in ranks] == [
-        f"{start} {n} of num_iters=5" for n in (5, 3)
-    ]
+    for rank, given in zip(ranks, (5, 3), strict=True):
+        assert f"{given} of num_iters=5" in rank["error"]
 
 
 def test_statistics_are_those_of_all_ranks(ranks: list[Any]) -> None:

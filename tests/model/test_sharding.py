@@ -143,7 +143,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
 def _tied() -> bool:
     torn = make_model()
     torn.head.weight = torn.embedding.weight
-    with pytest.raises(ValueError, match="share a parameter, which would come ap"):
+    with pytest.raises(ValueError, match="share a parameter"):
         shard_model(torn, wrap={nn.Embedding})
     tied = make_model()
     tied.head.weight = tied.embedding.weight
@@ -176,7 +176,7 @@ def test_a_policy_of_mixed_precision_is_built_of_names() -> None:
     )
     assert build_mp_policy(policy) is policy
     assert build_mp_policy(None) == MixedPrecisionPolicy()
-    with pytest.raises(AttributeError, match="'torch' has no attribute 'bf16'"):
+    with pytest.raises(AttributeError, match="'bf16'"):
         build_mp_policy({"param_dtype": "bf16"})
 
 
@@ -186,9 +186,9 @@ def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
     last = select_modules(model, lambda name, _: name.endswith(".1"))
     assert last == [model.blocks[1]]
     assert select_modules(model, ()) == []
-    with pytest.raises(ValueError, match=r"selects none .*: \['Block', 'Dropout"):
+    with pytest.raises(ValueError, match="'Dropout'"):
         select_modules(model, {nn.Conv2d})
-    with pytest.raises(TypeError, match=r"must be a collection .* not 'Block'"):
+    with pytest.raises(TypeError, match="'Block'"):
         select_modules(model, "Block")  # type: ignore[arg-type]
 
 
@@ -335,7 +335,7 @@ def _forgotten() -> list[str]:
     for build in (Forgotten, HalfForgotten):
         with torch.device("meta"):
             model = build()
-        with pytest.raises(ValueError, match="must give values to") as caught:
+        with pytest.raises(ValueError, match="init_weights") as caught:
             shard_model(model)
         messages.append(str(caught.value))
     return messages

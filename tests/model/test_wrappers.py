@@ -111,7 +111,7 @@ class Aware(StepDistributedDataParallel):
 
 def own_step() -> list[str]:
     model = StepDistributedDataParallel(OwnStep())
-    with pytest.raises(TypeError, match="its own train_step, not called here"):
+    with pytest.raises(TypeError, match="train_step"):
         model.train_step(batch(2), sgd_wrapper(model))
     return list(Aware(OwnStep()).train_step(batch(2), None))
 
@@ -236,9 +236,7 @@ def test_parameters_outside_of_the_children_are_refused_by_name() -> None:
     model = Pairs()
     model.scale = nn.Parameter(torch.ones(1))
     model.constant = nn.Parameter(torch.ones(1), requires_grad=False)
-    with pytest.raises(
-        ValueError, match=r"move \['scale'\] of Pairs itself into a child"
-    ):
+    with pytest.raises(ValueError, match="'scale'"):
         SeparateDistributedDataParallel(model)
     assert type(model.generator) is nn.Sequential
 

@@ -165,7 +165,7 @@ def test_a_strategy_is_built_by_its_name(name: str) -> None:
 def test_what_is_no_strategy_is_refused() -> None:
     made = SingleDeviceStrategy()
     assert build_strategy(made) is made
-    with pytest.raises(ImportError, match=r"DDPStratgy.*did you mean 'DDPStrategy'"):
+    with pytest.raises(ImportError, match="'DDPStrategy'"):
         build_strategy("DDPStratgy")
     with pytest.raises(TypeError, match="LazyCall"):
         build_strategy({"type": "DDPStrategy"})

@@ -91,7 +91,7 @@ def test_scontrol_says_where_the_tasks_of_slurm_meet(
     monkeypatch.setenv("PATH", str(tmp_path))
     info = get_rank_info("slurm")
     assert info == RankInfo(3, 1, 4, 2)
-    with pytest.raises(ValueError, match="set MASTER_ADDR to the address"):
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
         find_address("slurm", info)
     script = tmp_path / "scontrol"
     script.write_text(
@@ -108,7 +108,7 @@ def test_mpi_needs_an_address_on_several_machines(started_by: Any) -> None:
     info = get_rank_info("mpi")
     assert info == RankInfo(1, 1, 2, 2)
     assert find_address("mpi", info) == ("127.0.0.1", 29500)
-    with pytest.raises(ValueError, match="set MASTER_ADDR to the address"):
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
         find_address("mpi", replace(info, local_world_size=1))
 
 
@@ -117,7 +117,7 @@ def test_mpi_needs_an_address_on_several_machines(started_by: Any) -> None:
     [
         ("pytorch", {"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
         ("slurm", {**SLURM, "SLURM_PROCID": "x"}, "'x'"),
-        ("slrum", {}, "launcher must be 'none', .* got 'slrum'"),
+        ("slrum", {}, "'slrum'"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(
@@ -267,15 +267,13 @@ def test_an_unknown_setting_is_refused() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="device='hpu' is not there"):
+    with pytest.raises(ValueError, match="'hpu'"):
         SingleDeviceStrategy(device="hpu").setup()
 
 
 def test_a_single_device_is_for_one_process(started_by: Any) -> None:
     started_by(torchrun(world_size=2))
-    with pytest.raises(
-        RuntimeError, match=r"SingleDeviceStrategy in one of 2 processes"
-    ):
+    with pytest.raises(RuntimeError, match="2 processes"):
         set_up()
 
 

@@ -1,6 +1,5 @@
 """The strategy that shards a model, in real processes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,21 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from equality import assert_equal
 from gloo import run_ranks
-from hooktrain.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from hooktrain.strategy import DDPStrategy, FSDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor, local_tensor
-from sharding_toys import (
-    CONFIG,
-    DATA,
-    make_model,
-    make_strategy,
-    make_wrapper,
-    resumed_run,
-    saved_run,
-    train,
-)
+from sharding_toys import CONFIG, DATA, make_model, make_strategy, make_wrapper, train
 
 
 def _losses(**options: Any) -> list[float]:
@@ -117,29 +106,19 @@ def _own() -> Any:
 
 
 def _refused() -> None:
-    names = r"\('replicate', 'shard', 'context', 'tensor'\), for 2 processes in all"
-    left_out = r"has left out \['embedding.weight', 'blocks.0.attention_norm.weight'"
-    rows = "the 3 rows of fc.weight cannot be divided by 2 ranks"
     for message, model, mesh, parallelize in (
-        (f"{names}, but it is {{'replicate': 3}}", Mean(), {"replicate": 3}, None),
-        (f"{names}, but it is {{'pipeline': 2}}", Mean(), {"pipeline": 2}, None),
-        (left_out, make_model(), {"tensor": 2}, divide_head),
-        (rows, Mean(), {"tensor": 2}, divide_rows),
+        ("{'replicate': 3}", Mean(), {"replicate": 3}, None),
+        ("{'pipeline': 2}", Mean(), {"pipeline": 2}, None),
+        (r"embedding\.weight", make_model(), {"tensor": 2}, divide_head),
+        (r"fc\.weight", Mean(), {"tensor": 2}, divide_rows),
     ):
         strategy = FSDPStrategy(device="cpu", mesh=mesh, parallelize=parallelize)
         with pytest.raises(ValueError, match=message):
             strategy.prepare(model)
 
 
-def _on_two_ranks(folder: str) -> dict[str, Any]:
-    sharded = {"saves_shards": True}
+def _on_two_ranks() -> dict[str, Any]:
     return {
-        "ddp": saved_run(DDPStrategy, f"{folder}/ddp")["losses"],
-        "full": saved_run(FSDPStrategy, f"{folder}/full"),
-        "shards": saved_run(FSDPStrategy, f"{folder}/shards", **sharded),
-        "from one": resumed_run(FSDPStrategy, f"{folder}/one"),
-        "from shards": resumed_run(FSDPStrategy, f"{folder}/shards", **sharded),
-        "ddp from shards": resumed_run(DDPStrategy, f"{folder}/shards"),
         "plain": _losses(),
         "compiled": _losses(compile={"backend": "eager"}),
         "blocks": _compiled_blocks(),
@@ -152,44 +131,15 @@ def _on_two_ranks(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fsdp")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(_on_two_ranks, 2)
 
 
-@pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
-    return saved_run(SingleDeviceStrategy, f"{folder}/one")
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
-    return run_ranks(_on_two_ranks, 2, str(folder))
-
-
-def test_losses_are_those_of_the_other_strategies(
-    one: dict[str, Any], two: list[dict[str, Any]]
-) -> None:
-    assert one["losses"][-1] < one["losses"][1] - 0.05
-    assert two[0]["ddp"] == pytest.approx(one["losses"], abs=1e-5)
-    assert two[0]["full"]["losses"] == pytest.approx(two[0]["ddp"], abs=1e-5)
-    assert two[0]["shards"]["losses"] == two[0]["full"]["losses"]
-
-
-def test_what_one_strategy_saves_resumes_in_any_other(
-    folder: Path, one: dict[str, Any], two: list[dict[str, Any]]
-) -> None:
-    full, shards = two[0]["full"], two[0]["shards"]
-    for resumed, saved in (
-        (two[0]["from one"], one),
-        (resumed_run(SingleDeviceStrategy, f"{folder}/full"), full),
-        (resumed_run(SingleDeviceStrategy, f"{folder}/shards"), shards),
-        (two[0]["ddp from shards"], shards),
-        (two[0]["from shards"], shards),
-    ):
-        assert resumed["iteration"] == 2
-        assert_equal(resumed["states"], saved["states"])
-        assert resumed["losses"] == pytest.approx(saved["losses"][3:], abs=1e-5)
-    assert two[0]["from shards"]["losses"] == shards["losses"][3:]  # bit for bit
+def test_losses_are_those_of_one_process(two: list[dict[str, Any]]) -> None:
+    model = make_model()
+    alone = train(model, make_wrapper(model), DATA)
+    assert alone[-1] < alone[1] - 0.05
+    assert two[0]["plain"] == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_compiled_model_learns_the_same(two: list[dict[str, Any]]) -> None:
@@ -237,7 +187,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sharded(
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'dtype'"):
+    with pytest.raises(TypeError, match="'dtype'"):
         FSDPStrategy(mp_policy={"dtype": "bfloat16"})
-    with pytest.raises(RuntimeError, match="start them by torchrun"):
+    with pytest.raises(RuntimeError, match="torchrun"):
         FSDPStrategy(device="cpu", seed=0).prepare(make_model())

@@ -47,7 +47,7 @@ def visit_local_groups() -> None:
         patch.setenv("LOCAL_RANK", "7")
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         assert (comm.get_local_rank(), comm.get_local_size()) == (7, 8)
-    with pytest.raises(ValueError, match="must be divisible by 'group_size=3'"):
+    with pytest.raises(ValueError, match="group_size=3"):
         comm.create_local_process_group(3)
     comm.create_local_process_group(2)
     assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 2, 2)
@@ -90,7 +90,7 @@ def visit_three_groups(folder: str) -> None:
         dist.init_process_group(
             "cpu:gloo", init_method=url, rank=place, world_size=WORLD_SIZE
         )
-        with pytest.raises(RuntimeError, match="which ranks share a machine"):
+        with pytest.raises(RuntimeError, match="share a machine"):
             comm.get_local_process_group()
         comm.create_local_process_group(WORLD_SIZE)
         comm.synchronize()

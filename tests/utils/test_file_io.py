@@ -143,17 +143,6 @@ def test_only_a_file_system_that_cannot_flush_folders_is_forgiven(
     assert caplog.text.count(f"{tmp_path} cannot flush folders") == (name in CANNOT)
 
 
-def test_an_error_of_the_disk_names_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.bin"
-    fail_at_write(monkeypatch, 1, OSError(errno.ENOSPC, "No space left"))
-    with pytest.raises(OSError, match="No space left") as caught:
-        write(path, b"new")
-    assert caught.value.filename == str(path)
-    assert is_disk_full(caught.value)
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_found_behind_other_errors(number: int) -> None:
     hidden = RuntimeError("unexpected pos 64 vs 0")
@@ -242,9 +231,7 @@ def test_a_folder_in_use_is_refused_until_that_process_is_gone(tmp_path: Path) -
         assert other.stdout is not None
         child = int(other.stdout.readline())
         try:
-            with pytest.raises(
-                RuntimeError, match=rf"in use by another run \(process {other.pid} on "
-            ):
+            with pytest.raises(RuntimeError, match=f"process {other.pid} "):
                 lock_folder(tmp_path)
             other.kill()
             other.wait()

@@ -16,7 +16,6 @@ import pytest
 from hooktrain.utils.logger import close_logger, setup_logger, show_progress
 
 NAME = "hooktrain_of_this_test"
-ENGINE = f"{NAME}.engine"
 TIME = r"\d\d:\d\d:\d\d"
 DATE = r"\d{4}-\d\d-\d\d"
 

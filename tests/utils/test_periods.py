@@ -28,10 +28,9 @@ def test_epochs_become_iterations(
 @pytest.mark.parametrize(
     ("text", "length", "message"),
     [
-        ("20", 10, "a number of iterations, or a text like '1 epoch', not '20'"),
-        ("-1 epochs", 10, "a number of iterations"),
-        ("1 epoch ", 10, "a number of iterations"),
-        ("2 epochs", None, "'2 epochs' are: the loader has no length"),
+        ("20", 10, "not '20'"),
+        ("-1 epochs", 10, "'-1 epochs'"),
+        ("2 epochs", None, "'2 epochs'"),
     ],
 )
 def test_another_text_and_an_unknown_length_are_refused(
