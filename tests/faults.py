@@ -1,6 +1,11 @@
-"""Files whose writes fail."""
+"""Files whose writes fail, a disk that is full, and a pickle that runs code."""
 
 import builtins
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,3 +42,24 @@ def fail_at_write(patch: pytest.MonkeyPatch, n: int, error: OSError) -> None:
         return Faulty(builtins.open(*args, **kwargs), n, error)
 
     patch.setattr(file_io, "open", faulty_open, raising=False)
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file can be longer than so many bytes."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+class RunsCode:
+    """Pickles as a call that makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer
 from hooktrain.evaluation import MetricEvaluator, inference_on_dataset
 from hooktrain.solver import AmpOptimWrapper
@@ -91,17 +90,6 @@ def test_training_equals_a_loop_of_ones_own_bit_for_bit(
         optimizer.zero_grad()
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
-
-
-def test_a_run_goes_on_exactly_from_a_checkpoint(folder: Path) -> None:
-    whole, first, second = trainer_of(folder), trainer_of(folder), trainer_of(folder)
-    whole.train(0, 4)
-    first.train(0, 2)
-    Checkpointer(first.model, folder, trainer=first).save("model")
-    Checkpointer(second.model, folder, trainer=second).resume_or_load("")
-    second.train(max_iter=4)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, second.model.state_dict()[name]), name
 
 
 def error_rate(outputs: Any, targets: Tensor) -> Tensor:

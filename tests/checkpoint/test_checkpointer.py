@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import re
-import resource
 import shutil
 import threading
 import time
@@ -26,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from equality import assert_equal
+from faults import full_disk
 from gloo import run_ranks
 from hooktrain.checkpoint import (
     Checkpointer,
@@ -520,17 +520,6 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
     run(tmp_path, 10, 20, period=10, max_to_keep=1)
     assert "not yours" in caplog.text
     assert names(tmp_path)[1:] == ["model_0000009", "model_0000019"]
-
-
-@contextmanager
-def full_disk(limit: int) -> Iterator[None]:
-    """No file can be longer than so many bytes."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 @pytest.mark.parametrize("background", [False, True])

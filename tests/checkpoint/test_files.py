@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from equality import assert_equal, equal
-from faults import fail_at_write
+from faults import RunsCode, fail_at_write
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, save_file
@@ -185,16 +185,6 @@ def test_too_little_memory_is_not_taken_for_a_broken_file(tmp_path: Path) -> Non
     checkpointer.save("model_0000002", iteration=2, large=torch.zeros(15 << 20))
     (outcome,) = run_ranks(resume_with_little_memory, 1, tmp_path)
     assert "allocate memory" in outcome or outcome.startswith("MemoryError")
-
-
-class RunsCode:
-    """Pickles as a call that leaves a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def zipped() -> bytes:

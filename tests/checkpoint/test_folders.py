@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from equality import assert_equal
+from faults import RunsCode
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, write_file
@@ -89,14 +90,6 @@ def forge(folder: Path, name: str, content: Any) -> Path:
         files = {path.name: folders._digest(path) for path in paths}
         write_file({"files": files}, folder / "manifest.pth")
     return folder
-
-
-class RunsCode:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("name", ["manifest.pth", "state.pth"])

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from gloo import torchrun
 from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
 from processes import CONTEXT, alive, end, start, start_program, wait_until
@@ -119,9 +119,7 @@ def exit_in_order(folder: str) -> None:
 @pytest.mark.usefixtures("forked")
 def test_machines_meet_at_the_address_they_are_given() -> None:
     results: list[Any] = [None, None]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    url = f"tcp://127.0.0.1:{torchrun()['MASTER_PORT']}"
 
     def start_machine(i: int) -> None:
         results[i] = launch(
@@ -166,11 +164,7 @@ launch(fail)
 
 
 def test_a_rank_that_fails_ends_while_others_keep_it_waiting() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = torchrun(world_size=2)
     ranks = []
     for rank in ("0", "1"):
         started = subprocess.Popen(

@@ -333,12 +333,12 @@ def resumed_with_hooks_on_the_main_rank_only() -> tuple[
     second = trainer()
     second.load_state_dict(comm.broadcast(first.state_dict()))
     second.train(max_iter=4)
-    counts = [hook.count for hook in second._hooks]  # type: ignore[attr-defined]
+    counts = [hook.count for hook in second.hooks]  # type: ignore[attr-defined]
     assert counts == [4] * len(counts)
     return (
         whole.log,
         first.log + second.log,
-        [hook.on_every_rank for hook in second._hooks],
+        [hook.on_every_rank for hook in second.hooks],
     )
 
 

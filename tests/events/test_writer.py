@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from hooktrain.events import EventStorage, FunctionWriter
-from hooktrain.utils import comm
 
 Log = list[tuple[dict[str, float], int]]
 
@@ -53,13 +52,3 @@ def test_what_the_function_has_refused_is_still_new(log: Log) -> None:
         for _ in range(2):
             with pytest.raises(ConnectionError):
                 writer.write()
-
-
-def test_only_the_main_process_calls_the_function(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comm, "is_main_process", lambda: False)
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        make(log).write()
-    assert log == []

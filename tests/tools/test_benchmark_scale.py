@@ -42,19 +42,6 @@ def test_collectives_are_counted_with_their_bytes(
     assert comm.object_group is real
 
 
-def test_a_collective_that_somebody_adds_to_a_period_is_counted(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert tool.traffic(512, 1)[0] == 2
-    synchronize = tool.SimpleTrainer.synchronize
-    monkeypatch.setattr(
-        tool.SimpleTrainer,
-        "synchronize",
-        lambda self: comm.any_rank(False) or synchronize(self),
-    )
-    assert tool.traffic(512, 1)[0] == 3
-
-
 def test_a_checkpoint_is_measured(
     tool: ModuleType,
     tmp_path: Path,

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from equality import assert_equal
+from gloo import torchrun
 from hooktrain.checkpoint.loading import read_checkpoint
 from processes import LIMIT_SECONDS, end, run_program, start_program
 
@@ -149,12 +149,6 @@ def test_a_signal_to_one_rank_saves(folder: Path, undisturbed: Path) -> None:
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_single_process_saves_on_sigterm(folder: Path) -> None:
-    code, printed = run([], "terminate", 0, folder)
-    assert code == 143, printed
-    assert (folder / "last_checkpoint").read_text() == "model_0000002.pth"
-
-
 def test_a_second_sigterm_ends_a_process_that_does_not_come_to_save(
     folder: Path,
 ) -> None:
@@ -186,19 +180,12 @@ def two_agents(
     return printed
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-    return port
-
-
 def test_two_agents_restart_when_a_rank_is_killed(
     folder: Path, undisturbed: Path
 ) -> None:
     meet = [
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        f"--rdzv-endpoint=127.0.0.1:{torchrun()['MASTER_PORT']}",
         "--rdzv-id=1",
     ]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

