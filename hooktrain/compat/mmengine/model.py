@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hooktrain import model as models
@@ -97,8 +96,8 @@ class BaseModel(BaseModule, models.BaseModel):
                 which the means are added up.
 
         Returns:
-            The sum, and all values by name without gradient. The sum comes first, as ``loss``. If
-            the model has an entry of that name beside other losses, it is ``total_loss``.
+            The sum, and all values by name without gradient. The sum comes first, as ``loss``,
+            unless the model has an entry of that name.
 
         Raises:
             TypeError: if a value is something else.
@@ -110,24 +109,19 @@ class BaseModel(BaseModule, models.BaseModel):
             raise ValueError(
                 f"no loss has 'loss' in its name, such as 'loss_cls': {list(losses)}"
             )
-        total_name = "loss"
-        if len(terms) > 1 and "loss" in values:
-            total_name = "total_loss"
         total = reduce(torch.add, terms)
-        to_log = {total_name: total, **values}
+        to_log = {"loss": total, **values}
         return total, {name: value.detach() for name, value in to_log.items()}
 
 
 def _mean(name: str, value: Any) -> Tensor:
-    if isinstance(value, list | tuple) and value:
-        return reduce(torch.add, [_mean(name, part) for part in value])
-    if not isinstance(value, Tensor):
+    parts = value if isinstance(value, list | tuple) else [value]
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(
             f"the loss {name!r} must be a tensor or a list of tensors: {value!r}"
         )
-    # What is counted, such as correct answers, may be whole numbers or booleans.
-    numbers = value if value.is_floating_point() else value.float()
-    return numbers.mean()
+    mean: Tensor = reduce(torch.add, [part.mean() for part in parts])
+    return mean
 
 
 class _Container(BaseModule):
@@ -208,7 +202,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
         self._reverse = bgr_to_rgb or rgb_to_bgr
-        self._needs_three = self._reverse or 3 in (len(mean or ()), len(std or ()))
+        self._needs_three = self._reverse or len(mean or ()) == 3
 
     def forward(
         self, data: Mapping[str, Any], training: bool = False
@@ -235,9 +229,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         parts = [images]
         if not isinstance(images, Tensor):
             parts = [image[None] for image in images]
-        heights, widths = zip(*[part.shape[-2:] for part in parts], strict=True)
-        height = self._rounded_up(heights)
-        width = self._rounded_up(widths)
+        height = self._rounded_up(max(part.shape[-2] for part in parts))
+        width = self._rounded_up(max(part.shape[-1] for part in parts))
         padded = []
         for part in parts:
             right = width - part.shape[-1]
@@ -249,9 +242,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         moved.setdefault("data_samples", None)
         return moved
 
-    def _rounded_up(self, lengths: tuple[int, ...]) -> int:
-        steps = math.ceil(max(lengths) / self.pad_size_divisor)
-        return steps * self.pad_size_divisor
+    def _rounded_up(self, length: int) -> int:
+        return math.ceil(length / self.pad_size_divisor) * self.pad_size_divisor
 
     def _normalized(self, images: Tensor) -> Tensor:
         # Other shapes would be broadcast.
@@ -394,12 +386,10 @@ class BaseAveragedModel(models.BaseAveragedModel):
         averaged_param.lerp_(source_param, self.blending_weight(steps))
 
     def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        if self._steps == 0:
-            torch._foreach_copy_(averages, weights)
-        elif type(self).avg_func is BaseAveragedModel.avg_func:
-            super()._average(averages, weights)
-        else:
-            for average, weight in zip(averages, weights, strict=True):
+        for average, weight in zip(averages, weights, strict=True):
+            if self._steps == 0:
+                average.copy_(weight)
+            else:
                 self.avg_func(average, weight, self._steps)
 
 
@@ -413,86 +403,24 @@ class StochasticWeightAverage(BaseAveragedModel, models.StochasticWeightAverage)
     """:class:`hooktrain.model.StochasticWeightAverage` for MMEngine's subclasses."""
 
 
-@MODELS.register_module()
-class MomentumAnnealingEMA(ExponentialMovingAverage):
-    """An exponential moving average that forgets fast at first, then more slowly.
-
-    ``max(momentum, gamma / (gamma + n))`` of the present weights comes in after ``n``
-    updates, so the first one copies them. From MMEngine.
-
-    Args:
-        model: see :class:`BaseAveragedModel`.
-        momentum: that of the end, in (0, 1].
-        gamma: how long it takes to get there: ``gamma * (1 / momentum - 1)`` updates;
-            positive.
-        **kwargs: see :class:`ExponentialMovingAverage`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        momentum: float = 0.0002,
-        gamma: float = 100,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, momentum, **kwargs)
-        self.gamma = gamma
-
-    def blending_weight(self, steps: int) -> float:
-        """``max(momentum, gamma / (gamma + steps))``."""
-        falling = self.gamma / (self.gamma + steps)
-        return max(self.momentum, falling)
-
-
-class BatchNormXd(nn.BatchNorm2d):
-    """Batch norm over inputs of shape (N, C) or (N, C, ...), with any number of dimensions.
-
-    It is a BatchNorm2d for those who look for batch norms by their type.
-    """
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Anything that torch's function takes."""
-
-
 def convert_sync_batchnorm(
     module: nn.Module, implementation: str = "torch"
 ) -> nn.Module:
     """Make each batch norm of a model a :class:`torch.nn.SyncBatchNorm`.
 
-    The layers stay the same objects, also those at several places in the model.
-    (:meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm` makes several of these.) Convert
-    before the model is wrapped in DistributedDataParallel. torch refuses these layers on
+    Convert before the model is wrapped in DistributedDataParallel. torch refuses these layers on
     the CPU.
 
     Args:
-        module: the model, which is changed.
+        module: the model.
         implementation: ``"torch"``; MMEngine has others.
 
     Returns:
-        The model.
+        The model with other layers in it; or another layer, if it is one batch norm.
 
     Raises:
         ValueError: for another implementation.
     """
     if implementation != "torch":
         raise ValueError(f"implementation must be 'torch', but got {implementation!r}")
-    for norm in module.modules():
-        if isinstance(norm, _BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
-            norm.__class__ = nn.SyncBatchNorm
-            norm.process_group = None  # type: ignore[assignment]
-    return module
-
-
-def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Make each :class:`torch.nn.SyncBatchNorm` of a model a :class:`BatchNormXd`.
-
-    So a model that was trained on several accelerators runs on the CPU too. The layers
-    stay the same objects.
-
-    Returns:
-        The model, which is changed.
-    """
-    for norm in module.modules():
-        if isinstance(norm, nn.SyncBatchNorm):
-            norm.__class__ = BatchNormXd  # type: ignore[assignment]
-    return module
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-any-return]

@@ -95,18 +95,7 @@ class _ParamScheduler:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        self._check_arguments()
-        groups = self.optimizer.param_groups
-        self.base_values = [self._base_value(group) for group in groups]
-        self.start_values = [*self.base_values]
-        self.written_values: Sequence[float | None] = [None] * len(groups)
-        self.global_step = -1
-        if self.last_step >= 0:
-            self.global_step = self.begin + self.last_step
-        self.step()
-
-    def _check_arguments(self) -> None:
-        """Refuse impossible arguments, before anything is written."""
+        # Nothing is written if an argument is impossible.
         for name in self.SHARES:
             value = getattr(self, name)
             if not 0 <= value <= 1:
@@ -115,6 +104,14 @@ class _ParamScheduler:
             raise ValueError(
                 f"0 <= begin < end and last_step >= -1 must hold, but not in {self!r}"
             )
+        groups = self.optimizer.param_groups
+        self.base_values = [self._base_value(group) for group in groups]
+        self.start_values = [*self.base_values]
+        self.written_values: Sequence[float | None] = [None] * len(groups)
+        self.global_step = -1
+        if self.last_step >= 0:
+            self.global_step = self.begin + self.last_step
+        self.step()
 
     def _read(self, group: ParamGroup) -> Any:
         """The value of a group, a number or a tensor."""
@@ -172,16 +169,13 @@ class _ParamScheduler:
         return cls(optimizer, by_epoch=False, **kwargs)
 
     def step(self) -> None:
-        """Go on by one step; inside the range, set the values.
-
-        Raises:
-            ValueError: if parameter groups were added or removed.
-        """
+        """Go on by one step; inside the range, set the values."""
         self.global_step += 1
         if not self.begin <= self.global_step < self.end:
             return
         self.last_step = self.global_step - self.begin
-        for group, value in zip(self._groups(), self._get_value(), strict=True):
+        values = self._get_value()
+        for group, value in zip(self.optimizer.param_groups, values, strict=True):
             self._write(group, value)
         self.written_values = self.get_last_value()
 
@@ -228,17 +222,9 @@ class _ParamScheduler:
         floor = self._floor(i)
         return floor + (value - floor) / share
 
-    def _groups(self) -> list[ParamGroup]:
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self.base_values):
-            raise ValueError(
-                f"there are {len(groups)} parameter groups now: make a new {self!r}"
-            )
-        return groups
-
     def get_last_value(self) -> list[float]:
         """The current value of each group."""
-        return [float(self._read(group)) for group in self._groups()]
+        return [float(self._read(group)) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The current step and the values, not the arguments."""
@@ -273,7 +259,7 @@ class _ParamScheduler:
         self.global_step = state_dict["_global_step"]
         reached = min(self.global_step, self.end - 1)
         self.last_step = max(reached - self.begin, -1)
-        groups = self._groups()
+        groups = self.optimizer.param_groups
         self.written_values = [None] * len(groups)
         values = state_dict["_last_value"]
         if len(values) != len(groups):

@@ -419,9 +419,8 @@ class BaseStrategy(strategy.BaseStrategy):
         save_param_scheduler: bool = True,
         extra_ckpt: Mapping[str, Any] | None = None,
         callback: Callback = None,
-        tag: bool = True,
     ) -> None:
-        """Write a checkpoint; see :meth:`hooktrain.checkpoint.Checkpointer.save`.
+        """Write a checkpoint, and make it the one to resume from in its folder.
 
         The first one claims its folder for this run, and removes the temporary files that
         a killed run has left there.
@@ -437,7 +436,6 @@ class BaseStrategy(strategy.BaseStrategy):
                 :meth:`resume`.
             callback: called with the checkpoint, which it may change, on each rank that
                 saves.
-            tag: make it the one to resume from, in its folder.
 
         Raises:
             RuntimeError: if another run is using the folder.
@@ -451,7 +449,7 @@ class BaseStrategy(strategy.BaseStrategy):
         if checkpointer.save_to_disk:
             os.makedirs(folder, exist_ok=True)
             lock_folder(folder)
-        checkpointer.save(name.removesuffix(".pth"), tag=tag, **extra)
+        checkpointer.save(name.removesuffix(".pth"), **extra)
 
     def load_checkpoint(
         self,

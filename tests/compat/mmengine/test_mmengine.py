@@ -43,7 +43,7 @@ def test_the_recipe_changes_the_imports_of_what_trains_alone() -> None:
 NAMES = """\
 AmpOptimWrapper BaseAveragedModel BaseDataPreprocessor ConstantParamScheduler CosineAnnealingLR
 DATASETS DDPStrategy FSDPStrategy HOOKS ImgDataPreprocessor LinearMomentum METRICS
-MMDistributedDataParallel MMSeparateDistributedDataParallel MODEL_WRAPPERS MomentumAnnealingEMA
+MMDistributedDataParallel MMSeparateDistributedDataParallel MODEL_WRAPPERS
 ModuleDict OPTIMIZERS OPTIM_WRAPPERS OptimWrapperDict PARAM_SCHEDULERS ReduceOnPlateauLR
 _ParamScheduler barrier build_optim_wrapper convert_sync_batchnorm get_dist_info get_rank
 is_main_process MMLogger is_model_wrapper load_checkpoint master_only print_log set_random_seed
@@ -97,7 +97,7 @@ mmengine: Config DictAction init_default_scope
 mmengine.dist: all_reduce broadcast collect_results
 mmengine.evaluator: Evaluator
 mmengine.hooks.hook: DATA_BATCH
-mmengine.model: constant_init normal_init stack_batch merge_dict
+mmengine.model: constant_init normal_init revert_sync_batchnorm stack_batch merge_dict
 mmengine.registry: EVALUATOR INFERENCERS LOG_PROCESSORS LOOPS RUNNERS VISBACKENDS VISUALIZERS
 mmengine.model.weight_init: trunc_normal_
 mmengine.runner: CheckpointLoader Runner

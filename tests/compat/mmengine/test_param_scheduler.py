@@ -353,19 +353,6 @@ def test_a_run_goes_on_from_its_last_step_without_a_state() -> None:
     assert run(optimizer, [scheduler], 5) == pytest.approx(expected[9:], rel=1e-12)
 
 
-# What is refused later
-
-
-def test_what_cannot_be_scheduled_is_refused() -> None:
-    optimizer = sgd(1.0)
-    scheduler = StepLR(optimizer, 2)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(
-        ValueError, match=r"are 2 parameter groups now: make a new StepLR"
-    ):
-        scheduler.step()
-
-
 # Tensors
 
 
