@@ -231,9 +231,8 @@ def run(
     process.start()
     hit = begun = False
     if fault and at_call is None:
-        process.join(
-            draw.uniform(0, seconds / 2)
-        )  # most runs have only a part left to do
+        # Most runs have only a part left to do.
+        process.join(draw.uniform(0, seconds / 3))
         # A run that still starts has neither a watchdog nor something to save.
         begun = log.exists() and b"Saving checkpoint" in log.read_bytes()[before:]
         may_strike = (begun and has_hooks) or not fault.endswith("hangs")
@@ -433,6 +432,10 @@ if __name__ == "__main__":
             "crash_scripts",
         ]
     )
+    # The first process waits for these imports, and none of a run should.
+    first = CONTEXT.Process(target=int)
+    first.start()
+    first.join()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(options.seed, options.faults, folder)
