@@ -24,12 +24,12 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_runs_that_random_faults_strike_end_as_undisturbed_ones(
     tool: Any, tmp_path: Path
 ) -> None:
-    campaign = tool.Campaign(2, 4, tmp_path, rounds=(2, 3))
+    campaign = tool.Campaign(5, 4, tmp_path, rounds=(1, 1))
     one_of_each = [tool.TURNS.index(script) for script in tool.SCRIPTS]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(campaign.attempt, one_of_each))
     assert campaign.failures == []
-    assert campaign.struck.total() >= 4
+    assert campaign.struck.total() >= 2
 
 
 def test_a_run_that_is_bent_is_reported(tool: Any, tmp_path: Path) -> None:
