@@ -130,11 +130,8 @@ def small(batch_size: int = 2) -> SimpleTrainer:
     return SimpleTrainer(model, loader, sgd(model))
 
 
-def evaluate(names: str, **batch: Any) -> Callable[[], Any]:
-    """Evaluate a classifier that gives two scores, on one batch."""
-    evaluator = ClassificationEvaluator(names)
-    batches = [{"x": 1, **batch}]
-    return lambda: inference_on_dataset(lambda _: torch.ones(2, 2), batches, evaluator)
+def measure(data: Any, evaluator: Any, model: Any = None) -> Callable[[], Any]:
+    return lambda: inference_on_dataset(model or Net(), data, evaluator)
 
 
 def stream(**options: Any) -> Any:
@@ -166,6 +163,14 @@ class Retrains(DatasetEvaluator):
 
     def process(self, inputs: Any, outputs: Any) -> None:
         self.model.train()
+
+
+RETRAINED = Net()
+CLASSES = ClassificationEvaluator("ab")
+
+
+def two_scores(_: Any) -> Tensor:
+    return torch.ones(2, 2)
 
 
 class Ended(SimpleTrainer):
@@ -206,117 +211,69 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(optimizer=lambda _: "sgd"), TypeError, "torch optimizer.*'sgd'"),
     (eval_mode, RuntimeError, r"call model.train\(\)"),
     (lambda: train().register_hooks([], before="Eval"), ValueError, "no hook 'Eval'"),
-    (
-        lambda: small().register_hooks(HookBase()),
-        TypeError,
-        r"hooks must be a list: \[",
-    ),  # type: ignore[arg-type]
-    (
-        lambda: PeriodicWriter(CommonMetricPrinter()),
-        TypeError,
-        "writers must be a list",
-    ),  # type: ignore[arg-type]
-    (lambda: PeriodicWriter("log.txt"), TypeError, r"a list: \['log.txt'\]"),  # type: ignore[arg-type]
-    (
-        lambda: PeriodicWriter([JSONWriter]),
-        TypeError,
-        "must be EventWriter objects.*JSONWriter",
-    ),  # type: ignore[list-item]
-    (train_again, RuntimeError, r"train\(\) is running"),
+    (lambda: small().register_hooks(HookBase()), TypeError, "a list"),  # type: ignore[arg-type]
+    (lambda: PeriodicWriter(CommonMetricPrinter()), TypeError, "a list"),  # type: ignore[arg-type]
+    (lambda: PeriodicWriter("log.txt"), TypeError, r"\['log.txt'\]"),  # type: ignore[arg-type]
+    (lambda: PeriodicWriter([JSONWriter]), TypeError, "JSONWriter"),  # type: ignore[list-item]
+    (train_again, RuntimeError, "is running"),
     (lambda: train(by=Ended), RuntimeError, "StopIteration in iteration 0"),
-    (lambda: train(OfLightning()), WARNING, "calls OfLightning.on_train_batch_end"),
-    (lambda: train(OfMMEngine()), WARNING, "calls OfMMEngine.after_train_iter: there"),
+    (lambda: train(OfLightning()), WARNING, "OfLightning.on_train_batch_end"),
+    (lambda: train(OfMMEngine()), WARNING, "OfMMEngine.after_train_iter"),
     # Lengths and periods
-    (lambda: train(max_iter=None), ValueError, "needs whole .*max_iter=None"),
-    (lambda: train(max_iter=1e2), ValueError, "needs whole .*max_iter=100.0"),
-    (
-        lambda: small().train(max_iter=4, max_epochs=3),
-        ValueError,
-        "max_iter=4 or max_epochs=3",
-    ),
-    (lambda: train(EvalHook(-5, lambda: {"a": 1})), ValueError, "whole .* not -5"),
+    (lambda: train(max_iter=None), ValueError, "max_iter=None"),
+    (lambda: train(max_iter=1e2), ValueError, "max_iter=100.0"),
+    (lambda: small().train(max_iter=4, max_epochs=3), ValueError, "max_epochs=3"),
+    (lambda: train(EvalHook(-5, lambda: {"a": 1})), ValueError, "-5"),
     # Schedules
-    (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, r"0.1 x 0.1 = 0.01: "),
-    (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3: .* multipliers"),
+    (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, "0.1 x 0.1 = 0.01"),
+    (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3"),
     (schedule(ReduceLROnPlateau(sgd(Net()))), ValueError, r"LRScheduler\(metric="),
-    (schedule(None), TypeError, "needs a ParamScheduler.*None"),
-    (beside_a_multiplier(StepLR), ValueError, "a multiplier and another schedule"),
+    (schedule(None), TypeError, "ParamScheduler.*None"),
+    (beside_a_multiplier(StepLR), ValueError, "multiplier"),
     (schedule({"type": "PolyLR"}), TypeError, "compat.mmengine.*'PolyLR'"),
     (schedule(PolyLR(sgd(Net()), end=4)), TypeError, "compat.mmengine"),
-    (
-        schedule([lambda where: 1 - where]),
-        TypeError,
-        "needs a ParamScheduler.*not <function",
-    ),
-    (lambda: OptimWrapper(sgd(Net()), 1, 1.0), TypeError, "'max_norm': 1.0.*got 1.0"),  # type: ignore[arg-type]
+    (schedule([lambda where: 1 - where]), TypeError, "ParamScheduler.*<function"),
+    (lambda: OptimWrapper(sgd(Net()), 1, 1.0), TypeError, "'max_norm': 1.0"),  # type: ignore[arg-type]
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),
     (lambda: train(data=[]), ValueError, "empty"),
-    (lambda: stream(shuffle=True), ValueError, "total_batch_size, seed .*shuffled"),
-    (lambda: stream(batch_size=2), ValueError, "total_batch_size, seed and sampler"),
-    (lambda: stream(epochs=3), TypeError, "keyword argument 'epochs'"),
-    (lambda: stream(num_worker=2), TypeError, "did you mean 'num_workers'"),
-    (lambda: small(9), WARNING, "total_batch_size=9 is more than the 6 samples"),
+    (lambda: stream(shuffle=True), ValueError, "shuffled"),
+    (lambda: stream(batch_size=2), ValueError, "total_batch_size"),
+    (lambda: stream(epochs=3), TypeError, "'epochs'"),
+    (lambda: stream(num_worker=2), TypeError, "'num_workers'"),
+    (lambda: small(9), WARNING, "total_batch_size=9"),
     (lambda: train(data=iter(DATA[:2])), ValueError, "only once"),
     (lambda: train(data=[x.to(torch.uint8) for x in DATA]), RuntimeError, "same dtype"),
-    (lambda: train(model=Captions(), data=[{"x": 1}]), TypeError, "None.*need labels"),
+    (lambda: train(model=Captions(), data=[{"x": 1}]), TypeError, "need labels"),
     (
         lambda: train(model=Captions(), data=[{"x": 1, "label": 2}]),
         TypeError,
-        "no parameter 'label'; did you mean 'labels'",
+        "'labels'",
     ),
     # Losses
-    (lambda: train(model=Steps(lambda y: y)), TypeError, "train_step need StepTrainer"),
-    (returning(lambda y: y), TypeError, r"one element .*\[2, 2\]"),
-    (returning(lambda y: None), TypeError, "return a loss .*None"),
-    (returning(lambda y: y.mean().detach()), ValueError, "no loss has a gradient"),
-    (
-        returning(lambda y: {"loss": y.mean(), "logits": y}),
-        TypeError,
-        r"'logits': torch.Size\(\[2, 2\]\)",
-    ),
-    (
-        returning(lambda y: {"a": y.mean(), "total_loss": y.mean()}),
-        ValueError,
-        "name of the sum",
-    ),
+    (lambda: train(model=Steps(lambda y: y)), TypeError, "StepTrainer"),
+    (returning(lambda y: y), TypeError, r"\[2, 2\]"),
+    (returning(lambda y: None), TypeError, "a loss .*None"),
+    (returning(lambda y: y.mean().detach()), ValueError, "gradient"),
+    (returning(lambda y: {"loss": y.mean(), "logits": y}), TypeError, "'logits'"),
+    (returning(lambda y: {"a": y.mean(), "total_loss": y.mean()}), ValueError, "sum"),
     (step(lambda y: {"acc": y.mean().detach()}), ValueError, "no loss.*'acc'"),
     # Evaluations and metrics
-    (
-        lambda: inference_on_dataset(Net(), small().data_loader, None),
-        ValueError,
-        "never ends; make one by build_test_loader",
-    ),
-    (lambda: EvalHook(10, {"acc": 1}), TypeError, "callable.*'acc'"),  # type: ignore[arg-type]
-    (lambda: train(EvalHook(1, lambda: 0.5)), TypeError, "dict of results.*0.5"),  # type: ignore[arg-type, return-value]
-    (
-        lambda: inference_on_dataset(Net(), DATA, lambda y, t: (y == t).mean()),
-        ValueError,
-        "not a lambda",
-    ),
-    (evaluate("ab", labels=[0, 1]), KeyError, "no 'label' .* mean 'labels'"),
-    (
-        lambda: inference_on_dataset(Net(), DATA, ClassificationEvaluator),
-        TypeError,
-        "not a class: ClassificationEvaluator",
-    ),
-    (
-        lambda: inference_on_dataset(retrained := Net(), DATA, Retrains(retrained)),
-        WARNING,
-        "in training mode",
-    ),
+    (measure(small().data_loader, None), ValueError, "build_test_loader"),
+    (lambda: EvalHook(10, {"acc": 1}), TypeError, "callable"),  # type: ignore[arg-type]
+    (lambda: train(EvalHook(1, lambda: 0.5)), TypeError, "dict.*0.5"),  # type: ignore[arg-type, return-value]
+    (measure(DATA, lambda y, t: (y == t).mean()), ValueError, "not a lambda"),
+    (measure(DATA, ClassificationEvaluator), TypeError, "not a class"),
+    (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
+    (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),
     (lambda: train(EarlyStopping("acc", "max")), WARNING, "no metric 'acc'"),
-    (lambda: SkipNonFinite(-1), ValueError, "at least 0: -1"),
+    (lambda: SkipNonFinite(-1), ValueError, "-1"),
     # Checkpoints
-    (
-        lambda: train(Stateless(), saving),
-        TypeError,
-        "Stateless.state_dict.. must return a dict",
-    ),
-    (lambda: Checkpointer(Net()).load(ROOT), IsADirectoryError, "give one of .*README"),
-    (lambda: default_writers(""), ValueError, "output_dir is empty"),
-    (nothing_saved, TypeError, "'mine' must return a dict"),
-    (one_name, TypeError, r"checkpointables must be a list: \['trainer'\]"),
+    (lambda: train(Stateless(), saving), TypeError, "Stateless.state_dict"),
+    (lambda: Checkpointer(Net()).load(ROOT), IsADirectoryError, "README"),
+    (lambda: default_writers(""), ValueError, "output_dir"),
+    (nothing_saved, TypeError, "'mine'"),
+    (one_name, TypeError, r"\['trainer'\]"),
 ]
 
 DIGITS = (
@@ -325,18 +282,15 @@ DIGITS = (
     str(ROOT / "configs" / "digits_cnn.py"),
 )
 COMMANDS: list[tuple[tuple[str, ...], str]] = [
-    (("tools/train_net.py",), "--config-file is missing"),
-    ((*DIGITS[:2], DIGITS[2].replace("gits", "git")), "no file .*mean .*digits_cnn.py"),
-    ((*DIGITS, "train.max_epochs=5"), "max_iter=2000 or max_epochs=5"),
+    (("tools/train_net.py",), "--config-file"),
+    ((*DIGITS[:2], DIGITS[2].replace("gits", "git")), "mean .*digits_cnn.py"),
+    ((*DIGITS, "train.max_epochs=5"), "max_epochs=5"),
     ((*DIGITS, "train.max_itr=5"), "did you mean 'max_iter'"),
     ((*DIGITS, "train.hooks=[]"), r"no 'hooks'; there is ((?!a \+ before).)*$"),
-    ((*DIGITS, "optimizer.betas=1"), r"no 'betas'.* \(a \+ before the key adds it"),
-    ((*DIGITS, "train.batch_size=8"), r"'batch_size'.* dataloader.*total_batch_size"),
-    (
-        (*DIGITS, "+train.epochs=3", "train.log_period=0"),
-        r"nothing reads train\.epochs",
-    ),
-    ((*DIGITS, "train.log_period=0"), "at least 1, but got 0"),
+    ((*DIGITS, "optimizer.betas=1"), r"'betas'.*a \+ before"),
+    ((*DIGITS, "train.batch_size=8"), "dataloader.*total_batch_size"),
+    ((*DIGITS, "+train.epochs=3", "train.log_period=0"), "nothing reads"),
+    ((*DIGITS, "train.log_period=0"), "got 0"),
     ((*DIGITS, "train.device=gpu"), "device.*gpu"),
     (
         (*DIGITS, "train.max_iter=1", "train.expected_results=[('a', 'b', 1.0, 0.0)]"),

@@ -456,17 +456,6 @@ def test_a_period_or_count_that_is_none_is_refused(settings: dict[str, Any]) -> 
         PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1)), **settings)
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    others = ["ema_0000004", "model_0090009", "model_best"]  # one of a longer run
-    for other in others:
-        Checkpointer(nn.Linear(1, 1), tmp_path).save(other, tag=False)
-    for start, stop, keep, kept in ((0, 30, 3, (9, 19, 29)), (30, 50, 2, (39, 49))):
-        run(tmp_path, start, stop, period=10, max_to_keep=keep)
-        expected = [*others, "last_checkpoint", *(f"model_{i:07d}" for i in kept)]
-        assert names(tmp_path) == sorted(expected)
-        assert pointer(tmp_path) == f"model_{stop - 1:07d}"
-
-
 def test_a_process_that_does_not_write_deletes_nothing(tmp_path: Path) -> None:
     run(tmp_path, 0, 30, period=10)
     checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, save_to_disk=False)

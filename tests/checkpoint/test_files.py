@@ -67,14 +67,11 @@ class IntSubclass(int):
 
 
 REFUSED = {
-    "a numpy string": np.str_("a"),
     "a numpy array": np.ones(2),
     "numpy's generator state": np.random.RandomState(0).get_state(),
     "a defaultdict": defaultdict(int),
     "a deque": deque([1]),
-    "a frozenset": frozenset([1]),
     "a path": Path("x"),
-    "a function": len,
     "an object": object(),
     "a subclass of int": IntSubclass(3),
     "an uninitialised parameter": nn.UninitializedParameter(),
@@ -195,11 +192,20 @@ def zipped() -> bytes:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"hello" * 100, b"PK\x03\x04hello", pickle.dumps({}), zipped()]
+    ("content", "problem"),
+    [
+        (b"", "begins"),
+        (b"hello" * 100, "begins"),
+        (b"PK\x03\x04hello", "zip"),
+        (pickle.dumps({}), "begins"),
+        (zipped(), ""),
+    ],
 )
-def test_an_empty_or_foreign_file_is_corrupt(content: bytes, tmp_path: Path) -> None:
+def test_an_empty_or_foreign_file_is_corrupt(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.pth").write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match=r"a\.pth"):
+    with pytest.raises(CorruptCheckpointError, match=rf"a\.pth.*{problem}"):
         load_file(tmp_path / "a.pth")
 
 

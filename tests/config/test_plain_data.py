@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from hooktrain.config import ConfigDict, LazyCall, LazyConfig, instantiate, resolve
 
@@ -110,29 +109,6 @@ def test_partials_and_numbers_of_numpy_are_made_again(tmp_path: Path) -> None:
     assert [type(value) for value in loaded["a"]] == [int, bool, str, float]
     made = loaded["b"][0]
     assert (made.func, made.keywords) == (torch.optim.SGD, {"lr": 0.1})
-
-
-# Without references, which would be resolved, and surrogates, which no file holds.
-TEXTS = st.text(st.characters(codec="utf-8")).filter(lambda text: "${" not in text)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
-    max_leaves=10,
-)
-
-
-@settings(deadline=None, max_examples=60, database=None)
-@given(st.dictionaries(TEXTS, VALUES, max_size=3))
-def test_any_plain_config_survives_saving(
-    tmp_path_factory: Any, items: dict[str, Any]
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "any.json"
-    # As save does, but for the fsync.
-    file.write_text(LazyConfig.to_json(ConfigDict(items)), encoding="utf-8")
-    loaded = LazyConfig.load(file)
-    assert loaded == items
-    assert repr(loaded) == repr(items)
 
 
 @pytest.mark.parametrize(

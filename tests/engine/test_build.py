@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from gloo import run_ranks
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.demos import DigitsDataset
-from hooktrain.engine import HookBase, SimpleTrainer, build_trainer, train_settings
+from hooktrain.engine import SimpleTrainer, build_trainer, train_settings
 from hooktrain.engine.build import prepare_model
 from hooktrain.strategy import DDPStrategy
-from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.tensors import full_tensor
 from runs import build, last_results, train as run
@@ -46,26 +45,6 @@ FSDP = (
 )
 
 
-class Samples(HookBase):
-    """The batches that all ranks have got, by iteration, as numbers in no order."""
-
-    def before_train(self) -> None:
-        self.seen: dict[int, list[float]] = {}
-        self._handle = self.trainer.model.register_forward_pre_hook(self._see)
-
-    def _see(self, model: Any, arguments: Any) -> None:
-        if model.training:
-            tokens: Tensor = arguments[0]["tokens"]
-            self.seen.setdefault(self.trainer.iter, []).extend(
-                tokens.double().std(1).tolist()
-            )
-
-    def after_train(self) -> None:
-        self._handle.remove()
-        ranks = comm.all_gather(self.seen)
-        self.seen = {i: sorted(x for seen in ranks for x in seen[i]) for i in ranks[0]}
-
-
 def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
     """Train by a configuration, going on with what the folder has."""
     cfg = LazyConfig.load(str(CONFIGS / f"{name}.py"))
@@ -78,8 +57,6 @@ def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
     ]
     cfg = LazyConfig.apply_overrides(cfg, options)
     trainer = build(cfg, resume=True)
-    samples = Samples()
-    trainer.register_hooks([samples] if name == "text_gpt" else [])
     trainer.train(max_iter=cfg.train.max_iter)
     close_logger()
     state = {
@@ -89,7 +66,6 @@ def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
     return {
         "model": state,
         "losses": {i: v for v, i in trainer.storage.history("total_loss").values()},
-        "samples": getattr(samples, "seen", None),
         "results": last_results(trainer),
         "wrapper": type(trainer.model).__name__,
     }
@@ -161,7 +137,6 @@ def test_the_losses_of_each_strategy_are_those_of_one_process(
     assert ours["wrapper"] == WRAPPERS[strategy]
     assert len(theirs["losses"]) == 6
     assert_close(ours["losses"], theirs["losses"], rtol=0, atol=1e-5)
-    assert ours["samples"] == theirs["samples"]
 
 
 @pytest.mark.parametrize("strategy", WRAPPERS)
@@ -178,9 +153,7 @@ def test_a_run_of_two_ranks_goes_on_with_one_or_four(
     name: str, runs: Any, resumed: Any
 ) -> None:
     whole = runs[GO_ON[name][0]]
-    assert resumed[name]["samples"] == {
-        i: s for i, s in whole["samples"].items() if i >= 3
-    }
+    assert_close(resumed[name]["losses"], whole["losses"], rtol=0, atol=1e-5)
     assert_close(resumed[name]["model"], whole["model"], rtol=0, atol=1e-5)
 
 

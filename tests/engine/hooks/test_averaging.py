@@ -13,18 +13,6 @@ from hooktrain.model import BaseModel, StochasticWeightAverage
 from toys import LinearLoss, linear_trainer
 
 
-def test_the_average_follows_the_weights() -> None:
-    plain, trainer = linear_trainer(), linear_trainer()
-    ema = EMA(trainer.model, decay=0.5, warmup=False)
-    start = trainer.model.fc.weight.detach().clone()
-    trainer.register_hooks([ema])
-    trainer.train(0, 1)
-    plain.train(0, 1)
-    raw = trainer.model.fc.weight
-    assert torch.equal(raw, plain.model.fc.weight)
-    torch.testing.assert_close(ema.average.module.fc.weight, 0.5 * start + 0.5 * raw)
-
-
 def test_it_starts_from_the_weights_that_the_training_starts_from() -> None:
     trainer = linear_trainer(lr=0.0)
     ema = EMA(trainer.model)

@@ -1,5 +1,4 @@
 import errno
-import json
 import logging
 import math
 import signal
@@ -141,18 +140,6 @@ def test_writers_write_each_period_and_at_the_end(
     writer = Recorder()
     Idle(PeriodicWriter([writer], period=period)).train(2, 8)
     assert writer.log == ["rewind 2", *within, "write 7", "write 8", "close"]
-
-
-def test_values_of_the_end_of_training_reach_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.json"
-    put = CallbackHook(
-        after_step=lambda t: t.storage.put_scalar("x", t.iter, smoothing_hint=False),
-        after_train=lambda t: t.storage.put_scalar("final", 1.0),
-    )
-    Idle(put, PeriodicWriter([JSONWriter(path)], period=20)).train(0, 50)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == [19, 39, 49, 50]
-    assert lines[-1] == {"iteration": 50, "final": 1.0}
 
 
 def test_every_writer_is_closed_even_if_one_fails() -> None:
