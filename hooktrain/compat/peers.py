@@ -1,22 +1,22 @@
-"""What hooktrain lacks comes from the packages that have it, where these are installed."""
+"""Names that hooktrain lacks are imported from the packages that have them, if installed."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 def of_peers(name: str, modules: Iterable[str], otherwise: str) -> Any:
-    """What ``from module import name`` gives for the first of some modules that has it.
+    """Import a name from the first of several modules that has it.
 
-    A module's ``__getattr__`` asks this, so what hooktrain has itself comes first.
+    A module's ``__getattr__`` calls this, so hooktrain's own names come first.
 
     Args:
         name: of a class, a function or a whole module.
         modules: dotted names. Those of packages that are not installed are passed over.
-        otherwise: a sentence for when none has it: which package does.
+        otherwise: the message if no module has it, which says which package does.
 
     Raises:
         AttributeError: for a name of Python's own, such as ``__path__``.
-        ImportError: with that sentence, and why modules could not be imported.
+        ImportError: with that message, and with the errors of modules that cannot be imported.
     """
     if name.startswith("__"):
         raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""A registry: what a configuration chooses by name, as in fvcore and MMEngine."""
+"""A registry of objects that a configuration chooses by name, as in fvcore and MMEngine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -87,7 +87,7 @@ class Registry:
         return self._objects[name]
 
     def find(self, kind: Any) -> Any:
-        """What the ``type`` of a configuration means.
+        """The class or function that the ``type`` of a configuration means.
 
         Args:
             kind: a registered name, the dotted name of something to import, or the class

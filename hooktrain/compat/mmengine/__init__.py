@@ -66,7 +66,7 @@ from hooktrain.compat.mmengine.param_rules import (
 )
 from hooktrain.compat.mmengine.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
 from hooktrain.compat.mmengine.param_scheduler import _ParamScheduler as _ParamScheduler
-from hooktrain.compat.mmengine.registry import of_registries
+from hooktrain.compat.mmengine.registry import get_registry
 from hooktrain.compat.mmengine.runner import MessageHub as MessageHub, Runner as _Runner
 from hooktrain.compat.mmengine.strategy import (
     BaseStrategy as BaseStrategy,
@@ -99,7 +99,7 @@ _MODULES = (
 
 def __getattr__(name: str) -> Any:
     if name == "Registry" or name.isupper():
-        found = of_registries(name)
+        found = get_registry(name)
         if found is not None:
             return found
     return of_peers(

@@ -38,8 +38,8 @@ def load_checkpoint(
 def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint of MMEngine, or of a strategy, as a trainer's.
 
-    Save the result, and ``checkpointer.load(path)`` goes on with the run. What pickles
-    other objects (``"message_hub"``, most of ``"meta"``) is left out. Where MMEngine's
+    Save the result, and ``checkpointer.load(path)`` goes on with the run. Entries with other
+    objects (``"message_hub"``, most of ``"meta"``) are left out. Where MMEngine's
     EMAHook has saved the average as the model, the result has the raw weights as the
     model, and the average in the state of the hook ``EMA``.
 

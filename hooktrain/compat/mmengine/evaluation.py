@@ -17,7 +17,7 @@ class BaseMetric(DatasetEvaluator):
 
     Args:
         collect_device: ``"cpu"`` or ``"gpu"``: results are always brought together on the CPU.
-        prefix: put before the names of the metrics; None is ``default_prefix``.
+        prefix: is put before the names of the metrics; None is ``default_prefix``.
         collect_dir: not used.
 
     Attributes:
@@ -28,7 +28,7 @@ class BaseMetric(DatasetEvaluator):
 
     def __init_subclass__(cls) -> None:
         evaluate = cls.evaluate
-        if evaluate.__defaults__ is None:  # of one that cannot do without the size
+        if evaluate.__defaults__ is None:  # MMEngine always gives the size.
             evaluate.__defaults__ = (None,)
 
     def __init__(
@@ -44,7 +44,7 @@ class BaseMetric(DatasetEvaluator):
 
     @property
     def dataset_meta(self) -> Any:
-        """What the metric needs to know of the data set, such as its classes; set it."""
+        """Facts about the data set, such as its classes. The user sets them."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -63,7 +63,7 @@ class BaseMetric(DatasetEvaluator):
         """The metrics, on every rank. A collective.
 
         Args:
-            size: of the data set: what is beyond is left out, as padding.
+            size: of the data set. Further results are padding, and left out.
         """
         mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.results)
         of_ranks = comm.all_gather(mine)

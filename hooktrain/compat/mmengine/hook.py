@@ -17,7 +17,7 @@ _ELSEWHERE = {
     "before_save_checkpoint": "return what is to be saved from state_dict()",
     "after_load_checkpoint": "take what was saved in load_state_dict(state)",
 }
-# No trainer makes a test, and the batches of a validation are known to its evaluators.
+# No trainer runs a test, and only the evaluators of a validation see its batches.
 _SELDOM_CALLED = {
     "_before_iter",
     "_after_iter",
@@ -33,7 +33,10 @@ _SELDOM_CALLED = {
 
 
 def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An event that the trainer calls without a runner, with that of the whole run around it."""
+    """Make an event with a runner into one that the trainer calls without one.
+
+    ``before_run`` is called before ``before_train``, and ``after_run`` after ``after_train``.
+    """
 
     @wraps(method)
     def event(self: Any, runner: Any = None) -> None:
@@ -61,7 +64,7 @@ def _join_evaluations(trainer: Any) -> None:
 
 
 def _validate(trainer: Any, evaluate: Callable[[], Any]) -> Any:
-    """The function of an EvalHook, with the events of all hooks around it."""
+    """Call the function of an EvalHook between the events of all hooks."""
     runner = Runner(trainer, ahead=1, epoch_ahead=1)
     hooks = [hook for hook in trainer._hooks if isinstance(hook, Hook)]
     for hook in hooks:
@@ -77,17 +80,17 @@ def _validate(trainer: Any, evaluate: Callable[[], Any]) -> Any:
 
 
 def _of_mode(event: str, mode: str) -> Callable[..., None]:
-    """An event that calls one of all modes."""
+    """Make an event of one mode, which calls the event of all modes."""
 
     def call(self: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("metrics", None)  # which the event of all modes is not told
+        kwargs.pop("metrics", None)  # The event of all modes does not take them.
         getattr(self, event)(runner, *args, mode=mode, **kwargs)
 
     return call
 
 
 class Hook(HookBase, DatasetEvaluator):
-    """A hook with MMEngine's events; the trainer is under a runner's names.
+    """A hook with MMEngine's events. They get the trainer as a :class:`Runner`.
 
     ::
 
@@ -105,19 +108,19 @@ class Hook(HookBase, DatasetEvaluator):
         after_val_epoch(runner, metrics)
         after_val(runner)
 
-    Those of a validation are called around the function of each ``EvalHook``. What is of an epoch
-    or a batch calls ``_before_epoch``, ``_after_epoch``, ``_before_iter`` or ``_after_iter`` with a
-    ``mode``, ``"train"`` or ``"val"``, unless it is overridden. A hook sees the batches of a
+    Those of a validation are called around the function of each ``EvalHook``. An event of an epoch
+    or a batch that is not overridden calls ``_before_epoch``, ``_after_epoch``, ``_before_iter`` or
+    ``_after_iter`` with a ``mode``, ``"train"`` or ``"val"``. A hook sees the batches of a
     validation if it is one of its evaluators::
 
         inference_on_dataset(model, loader, [metric, hook], step="val_step")
         # hook.after_val_iter(runner, batch_idx, data_batch, outputs)
 
-    A warning names what nothing else calls. Hooks run in the order of their registration, whatever
-    their priority.
+    A warning names the overridden events that nothing else calls. Hooks run in the order of their
+    registration, whatever their priority.
 
     Raises:
-        TypeError: when a subclass is defined that has other events.
+        TypeError: when a subclass is defined that overrides an event of a checkpoint.
     """
 
     priority = "NORMAL"
@@ -164,7 +167,7 @@ class Hook(HookBase, DatasetEvaluator):
         runner = Runner(self.trainer)
         place = runner.iter % runner.epoch_length
         if runner.iter == self.trainer.start_iter:
-            # The last validation comes before the end of the training.
+            # The last validation comes before after_train.
             runner.trainer._begun.sort(key=lambda hook: not isinstance(hook, EvalHook))
         if place == 0:
             self.before_train_epoch(runner)
@@ -185,11 +188,11 @@ class Hook(HookBase, DatasetEvaluator):
             self.after_train_epoch(Runner(trainer, ahead=1))
 
     def reset(self) -> None:
-        """A validation begins, of which this is an evaluator."""
+        """Begin a validation that has this hook among its evaluators."""
         self._place = 0
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Call the event after a batch of it."""
+        """Call the event after a batch of the validation."""
         runner = Runner(self.trainer, ahead=1, epoch_ahead=1)
         self.after_val_iter(
             runner, batch_idx=self._place, data_batch=inputs, outputs=outputs
@@ -224,7 +227,7 @@ class Hook(HookBase, DatasetEvaluator):
 
 
 class ParamSchedulerHook(Hook):
-    """To derive a schedule of one's own from. :class:`LRScheduler` steps schedulers."""
+    """A base for a schedule of one's own. :class:`LRScheduler` steps schedulers."""
 
     def before_run(self, runner: Any) -> None:
         """Refuse to take the place of :class:`LRScheduler`."""

@@ -1,4 +1,4 @@
-"""What MMEngine has for models and the package itself does without."""
+"""MMEngine's base classes of models, its preprocessor of images, wrappers and averages."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BaseModule(nn.Module):
-    """A module whose children's ``init_weights`` are called by its own.
+    """A module whose ``init_weights`` calls those of its children.
 
     Args:
         init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``; where
@@ -338,7 +338,7 @@ class MMDistributedDataParallel(StepDistributedDataParallel):
         self.detect_anomalous_params = detect_anomalous_params
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The model's own, and a look at what the sum does not depend on."""
+        """Call the model's method, and log the parameters that the sum does not depend on."""
         loss, values = super().parse_losses(losses)
         if self.detect_anomalous_params:
             detect_anomalous_params(loss, self.module)

@@ -8,19 +8,22 @@ from hooktrain.solver.param_groups import ParamGroup
 
 
 class OptimWrapper(solver.OptimWrapper):
-    """:class:`hooktrain.solver.OptimWrapper` that tells its rates and momenta."""
+    """:class:`hooktrain.solver.OptimWrapper` with ``get_lr`` and ``get_momentum``."""
 
     def get_lr(self) -> dict[str, list[float]]:
-        """``{"lr": [one rate a group]}``."""
+        """The learning rate of each group, as ``{"lr": [0.1]}``."""
         return {"lr": _rates(self.param_groups)}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """``{"momentum": [one a group]}``: of Adam the first beta; else 0."""
+        """The momentum of each group, as ``{"momentum": [0.9]}``.
+
+        It is the first of Adam's betas, and 0 where there is neither.
+        """
         return {"momentum": _momenta(self.param_groups)}
 
 
 class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
-    """:class:`hooktrain.solver.AmpOptimWrapper` that tells its rates and momenta."""
+    """:class:`hooktrain.solver.AmpOptimWrapper` with ``get_lr`` and ``get_momentum``."""
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned, here or in MMEngine."""
@@ -28,16 +31,16 @@ class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
 
 
 class OptimWrapperDict(solver.OptimWrapperDict):
-    """:class:`hooktrain.solver.OptimWrapperDict` that tells rates and momenta by name."""
+    """:class:`hooktrain.solver.OptimWrapperDict` with ``get_lr`` and ``get_momentum``."""
 
     def get_lr(self) -> dict[str, list[float]]:
-        """``{"<name>.lr": [one rate a group]}``."""
+        """The learning rate of each group, by ``"<name>.lr"``."""
         return {
             f"{name}.lr": _rates(groups) for name, groups in self.param_groups.items()
         }
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """``{"<name>.momentum": [one a group]}``."""
+        """The momentum of each group, by ``"<name>.momentum"``."""
         return {
             f"{name}.momentum": _momenta(groups)
             for name, groups in self.param_groups.items()
@@ -45,7 +48,7 @@ class OptimWrapperDict(solver.OptimWrapperDict):
 
 
 def with_our_names(state: State) -> dict[str, Any]:
-    """The state of an optimizer, or of several by name, with this package's names."""
+    """Rename MMEngine's entries in the state of an optimizer, or of several by name."""
     if "param_groups" not in state:
         return {name: with_our_names(one) for name, one in state.items()}
     renamed = dict(state)
@@ -55,10 +58,10 @@ def with_our_names(state: State) -> dict[str, Any]:
 
 
 def as_mmengine(optim_wrapper: Any) -> Any:
-    """A wrapper that a trainer has made of a torch optimizer, with MMEngine's methods.
+    """Give a wrapper of the core's own class the methods above.
 
-    It stays the same object, of the class above that extends its own. Others are returned as
-    they are.
+    It stays the same object, which gets the class above that extends its own. Other wrappers are
+    returned as they are.
     """
     for kind in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
         if type(optim_wrapper) is getattr(solver, kind.__name__):

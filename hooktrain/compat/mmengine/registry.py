@@ -1,8 +1,8 @@
 """MMEngine's registries: its own where it is installed, else hooktrain's, which have no scopes.
 
-What other packages register and look up, such as mmcv's layers or the transforms of a data set,
-is in mmengine's own registries. So these serve code after the recipe too. Only those of
-``APART`` are others, as mmengine has classes of the same names there.
+Other packages register mmcv's layers or the transforms of a data set in mmengine's own registries,
+and look them up there, so code after the recipe gets these too. The registries of ``APART`` are
+separate ones, since mmengine's hold other classes under the same names.
 """
 
 from contextlib import suppress
@@ -23,13 +23,13 @@ APART = (
 
 
 class ScopedRegistry(Registry):
-    """A registry that also knows the names of MMEngine's, in the default scope."""
+    """A registry that also finds what mmengine's has, in the default scope."""
 
     def find(self, kind: Any) -> Any:
         """See :meth:`hooktrain.compat.registry.Registry.find`."""
         if isinstance(kind, str) and kind not in self and find_spec("mmengine"):
             theirs = getattr(import_module("mmengine.registry"), self.name)
-            for root in (of_registries(self.name), theirs):
+            for root in (get_registry(self.name), theirs):
                 with (
                     suppress(RuntimeError),
                     root.switch_scope_and_registry(None) as scoped,
@@ -50,8 +50,11 @@ STRATEGIES = ScopedRegistry("STRATEGIES")
 
 
 @cache
-def of_registries(name: str) -> Any:
-    """What ``from mmengine.registry import name`` gives: a registry, their class, or None."""
+def get_registry(name: str) -> Any:
+    """The object that ``from mmengine.registry import name`` imports, or None.
+
+    It is a registry, or the class ``Registry``.
+    """
     ours: Any = globals().get(name)
     if find_spec("mmengine") is None:
         return ours or Registry(name)

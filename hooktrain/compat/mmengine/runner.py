@@ -1,4 +1,4 @@
-"""What MMEngine's hooks and models know of a run: the runner, and the hub of messages."""
+"""What MMEngine's hooks and models know of a run: the runner and the message hub."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from hooktrain.events import get_event_storage, has_event_storage
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 
-# A trainer's names of what a runner and its loop have.
+# The names that a trainer has for attributes of a runner and its loop.
 _OURS = {
     "max_iters": "max_iter",
     "train_dataloader": "data_loader",
@@ -32,7 +32,7 @@ def _folder(trainer: Any) -> Any:
     return os.path.abspath(_of_hooks(trainer, "checkpointer").save_dir)
 
 
-# What they have, where the trainer has no attribute of that name.
+# Further attributes of a runner, unless the trainer has an attribute of that name.
 _MORE: dict[str, Callable[[Any], Any]] = {
     "work_dir": _folder,
     "log_dir": _folder,
@@ -50,7 +50,7 @@ _MORE: dict[str, Callable[[Any], Any]] = {
 class Runner:
     """A trainer under the names of a runner and of its loop.
 
-    It has what the trainer has. What is set on it is set on the trainer.
+    It has the attributes of the trainer. Attributes that are set on it are set on the trainer.
 
     Args:
         trainer: the trainer.
@@ -62,7 +62,7 @@ class Runner:
         vars(self).update(trainer=trainer, ahead=ahead, epoch_ahead=epoch_ahead)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # hooks read what MMEngine calls private, too
+        if name.startswith("_"):  # Hooks also read MMEngine's private names.
             return getattr(self, name[1:])
         ours = _OURS.get(name, name)
         if name == "optim_wrapper":
@@ -92,7 +92,7 @@ class Runner:
         return self.finished(self.epoch_ahead) // self.epoch_length
 
     def finished(self, ahead: int) -> int:
-        """Iterations, of which at the end of the run all are finished."""
+        """The number of finished iterations; at the end of the run that is all of them."""
         return int(min(self.trainer.iter + ahead, self.trainer.max_iter))
 
     @property
@@ -112,9 +112,9 @@ class Runner:
 
 
 class MessageHub:
-    """What models and hooks tell each other of a run, wherever they are.
+    """Values that models and hooks share during a run.
 
-    There is one, whatever its name. It knows ``iter``, ``epoch``, ``max_iters``,
+    There is one hub, whatever its name. It has ``iter``, ``epoch``, ``max_iters``,
     ``max_epochs`` and ``eta`` of the trainer that is running. Its scalars are the metrics of the
     trainer's storage: ``train/loss`` is ``loss``.
     """
@@ -130,26 +130,26 @@ class MessageHub:
     get_current_instance = get_instance
 
     def get_info(self, key: str, default: Any = None) -> Any:
-        """Some information, or the default."""
+        """The value of a key, or the default."""
         if has_event_storage():
             storage = get_event_storage()
             if key in ("iter", "epoch", "max_iters", "max_epochs"):
                 return getattr(Runner(storage.trainer), key)
-            if key == "eta":  # of the printer, once it has written
+            if key == "eta":  # The printer records it.
                 default, _ = storage.latest().get("eta_seconds", (default, 0))
             default = storage.info.get(key, default)
         return self._unsaved.get(key, default)
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Tell something.
+        """Set the value of a key.
 
         Args:
             key: its name.
-            value: the information.
-            resumed: whether what is told in a run is saved with it.
+            value: of any type, or if it is saved, of tensors and plain types.
+            resumed: whether a value that is set during a run is saved with the run.
 
         Raises:
-            TypeError: for what is to be saved, and not of tensors and plain types.
+            TypeError: for a value that is saved and has other types.
         """
         if resumed and has_event_storage():
             self._unsaved.pop(key, None)
@@ -160,7 +160,7 @@ class MessageHub:
     def update_scalar(
         self, key: str, value: Any, count: int = 1, resumed: bool = True
     ) -> None:
-        """Record a metric, which is saved: the mean of ``count`` values with this sum."""
+        """Record a metric: the mean of ``count`` values whose sum is ``value``."""
         get_event_storage().put_scalar(_metric(key), value / count)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:

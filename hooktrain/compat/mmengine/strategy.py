@@ -1,4 +1,4 @@
-"""MMEngine's strategies: the core's, with all that MMEngine's build, save and resume."""
+"""MMEngine's strategies: those of the core that also build optimizers, save and resume."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ Callback: TypeAlias = Callable[[State], object] | None
 
 
 class BaseStrategy(strategy.BaseStrategy):
-    """:class:`hooktrain.strategy.BaseStrategy` with what MMEngine's users know.
+    """:class:`hooktrain.strategy.BaseStrategy` with MMEngine's further methods.
 
     After the steps of the base class, :meth:`prepare` calls :meth:`build_optim_wrapper`,
     for the parameters as they are from then on; scales learning rates by the size of the
@@ -81,7 +81,7 @@ class BaseStrategy(strategy.BaseStrategy):
         timestamp: when the strategy was made, as ``20251231_235959``, on all ranks.
         optim_wrapper: the optimizer, or several.
         param_schedulers: the schedulers.
-        dispatch_kwargs: what :meth:`prepare` got to know about the run.
+        dispatch_kwargs: the facts about the run that :meth:`prepare` got.
 
     Raises:
         TypeError: for an unknown name in ``env_kwargs``.
@@ -137,7 +137,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
     @property
     def randomness(self) -> dict[str, Any]:
-        """What ``env_kwargs`` says of random numbers."""
+        """The settings of random numbers, from ``env_kwargs``."""
         settings = self.environment
         return {
             "seed": settings.seed,
@@ -177,7 +177,7 @@ class BaseStrategy(strategy.BaseStrategy):
         return logger
 
     def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """What the machine has, and how this process was started, by names."""
+        """Facts about the machine, and the settings that this process was started with."""
         lines = collect_env_info().splitlines()
         system = dict(line.split(": ", 1) for line in lines if ": " in line)
         return system, {
@@ -226,7 +226,7 @@ class BaseStrategy(strategy.BaseStrategy):
             self.optim_wrapper.name_parameters(self.model)
             self._check_same_parameters()
             self._scale_lr()
-            self._tell_length()
+            self._initialize_counts()
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
             self.param_schedulers = self.build_param_scheduler(
                 param_scheduler, self.optim_wrapper
@@ -265,8 +265,8 @@ class BaseStrategy(strategy.BaseStrategy):
     def init_model_weights(self, model: nn.Module) -> None:
         """Call the model's ``init_weights``, if it has one that was not called yet.
 
-        Unless ``dispatch_kwargs`` has ``init_weights_for_test_or_val=False``. One on the
-        meta device is initialised where it gets its memory.
+        ``init_weights_for_test_or_val=False`` in ``dispatch_kwargs`` leaves it out. A model
+        on the meta device is initialised where it gets its memory.
         """
         if not on_meta(model):
             self._init_model_weights(model)
@@ -280,7 +280,7 @@ class BaseStrategy(strategy.BaseStrategy):
         return model
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """See the strategy without this class; MMEngine's ``_wrap_model`` is called."""
+        """Wrap the model by MMEngine's ``_wrap_model``, which a subclass may override."""
         return self._wrap_model(model)
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
@@ -308,8 +308,8 @@ class BaseStrategy(strategy.BaseStrategy):
         self.logger.info("The batch is %g times as large: so are learning rates", ratio)
         scale_lr(self.optim_wrapper, ratio)
 
-    def _tell_length(self, done: int = 0) -> None:
-        """Say how long the run is, so that the last accumulation step is shorter."""
+    def _initialize_counts(self, done: int = 0) -> None:
+        """Tell the wrappers how long the run is, so that its last accumulation is shorter."""
         max_iters = self.dispatch_kwargs.get("max_iters") or 0
         for wrapper in wrappers_by_name(self.optim_wrapper).values():
             count = wrapper.inner_count or done
@@ -520,7 +520,7 @@ class BaseStrategy(strategy.BaseStrategy):
         done = meta.get("iter", 0)
         self.seed = meta.get("seed", self.seed)
         if hasattr(self, "optim_wrapper"):
-            self._tell_length(done)
+            self._initialize_counts(done)
         seed_step(self.seed, done, comm.data_parallel_rank())
         return state
 

@@ -32,14 +32,14 @@ class Model(compat.BaseModel):
 @pytest.fixture(autouse=True)
 def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it."""
-    registry.of_registries.cache_clear()
+    registry.get_registry.cache_clear()
     theirs = [mmengine.registry.MODELS, mmengine.registry.DATASETS]
     for each in (*theirs, registry.MODELS, registry.OPTIM_WRAPPER_CONSTRUCTORS):
         for name in ("_objects", "_module_dict", "_children"):
             if hasattr(each, name):
                 monkeypatch.setattr(each, name, {**getattr(each, name)})
     yield
-    registry.of_registries.cache_clear()
+    registry.get_registry.cache_clear()
 
 
 def scope(name: str, parent: str = "MODELS") -> Any:
