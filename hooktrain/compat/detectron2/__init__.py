@@ -36,18 +36,71 @@ from hooktrain.utils.names import locate as locate
 # isort: split
 # Last, since these replace what has the same names above.
 from hooktrain.compat.detectron2 import model_zoo as model_zoo
-from hooktrain.compat.detectron2.checkpoint import *
-from hooktrain.compat.detectron2.collectives import *
-from hooktrain.compat.detectron2.config import *
-from hooktrain.compat.detectron2.data import *
-from hooktrain.compat.detectron2.default_trainer import *  # type: ignore[assignment]
-from hooktrain.compat.detectron2.functions import *  # type: ignore[assignment]
+from hooktrain.compat.detectron2.checkpoint import (
+    Checkpointer as Checkpointer,
+    DetectionCheckpointer as DetectionCheckpointer,
+)
+from hooktrain.compat.detectron2.collectives import (
+    gather as gather,
+    reduce_dict as reduce_dict,
+)
+from hooktrain.compat.detectron2.config import (
+    MISSING as MISSING,
+    DictConfig as DictConfig,
+    ListConfig as ListConfig,
+    OmegaConf as OmegaConf,
+    open_dict as open_dict,
+)
+from hooktrain.compat.detectron2.data import (
+    DatasetFromList as DatasetFromList,
+    GroupedBatchSampler as GroupedBatchSampler,
+    MapDataset as MapDataset,
+    RepeatFactorTrainingSampler as RepeatFactorTrainingSampler,
+    ToIterableDataset as ToIterableDataset,
+    trivial_batch_collator as trivial_batch_collator,
+    worker_init_reset_seed as worker_init_reset_seed,
+)
+from hooktrain.compat.detectron2.default_trainer import (  # type: ignore[assignment]
+    BestCheckpointer as BestCheckpointer,
+    DefaultTrainer as DefaultTrainer,
+)
+from hooktrain.compat.detectron2.functions import (  # type: ignore[assignment]
+    default_setup as default_setup,
+    of_detectron2,
+    verify_results as verify_results,
+)
 from hooktrain.compat.detectron2.model_zoo import get_config as get_config
-from hooktrain.compat.detectron2.paths import *
-from hooktrain.compat.detectron2.profiling import *
-from hooktrain.compat.detectron2.solver import *  # type: ignore[assignment]
-from hooktrain.compat.detectron2.utils import *  # type: ignore[assignment]
-from hooktrain.engine.hooks import LRScheduler as LRScheduler
+from hooktrain.compat.detectron2.paths import (
+    HTTPURLHandler as HTTPURLHandler,
+    OneDrivePathHandler as OneDrivePathHandler,
+    PathHandler as PathHandler,
+    PathManager as PathManager,
+    g_pathmgr as g_pathmgr,
+)
+from hooktrain.compat.detectron2.profiling import (
+    AutogradProfiler as AutogradProfiler,
+    TorchMemoryStats as TorchMemoryStats,
+)
+from hooktrain.compat.detectron2.solver import (
+    build_lr_scheduler as build_lr_scheduler,
+    build_optimizer as build_optimizer,
+    maybe_add_gradient_clipping as maybe_add_gradient_clipping,
+)
+from hooktrain.compat.detectron2.trainers import (
+    AMPTrainer as AMPTrainer,
+    SimpleTrainer as SimpleTrainer,
+    TrainerBase as TrainerBase,
+)
+from hooktrain.compat.detectron2.utils import (  # type: ignore[assignment]
+    CommonMetricPrinter as CommonMetricPrinter,
+    TensorboardXWriter as TensorboardXWriter,
+    Timer as Timer,
+    create_small_table as create_small_table,
+    log_every_n as log_every_n,
+    log_every_n_seconds as log_every_n_seconds,
+    log_first_n as log_first_n,
+    setup_logger as setup_logger,
+)
 
 # What modules of detectron2 hold is all here, as for `from detectron2.utils import events, logger`.
 _here: Any = sys.modules[__name__]

@@ -4,9 +4,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from hooktrain.compat.peers import of_peers
-from hooktrain.config import ConfigDict as DictConfig
+from hooktrain.config import ConfigDict
 from hooktrain.config.config_dict import find_key
 
+DictConfig = ConfigDict
 ListConfig = list
 MISSING: Any = "???"
 open_dict = nullcontext  # a ConfigDict takes new keys

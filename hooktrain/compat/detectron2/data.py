@@ -71,13 +71,15 @@ class RepeatFactorTrainingSampler(StreamSampler):
         Returns:
             A float32 vector as long as ``dataset_dicts``.
         """
-        images = []
-        for image in dataset_dicts:
-            images.append({a["category_id"] for a in image["annotations"]})
+        images = [
+            {annotation["category_id"] for annotation in image["annotations"]}
+            for image in dataset_dicts
+        ]
         counts = Counter(chain.from_iterable(images))
-        rarest = []
-        for each in images:
-            rarest.append(min((counts[c] for c in each), default=math.inf))
+        rarest = [
+            min((counts[category] for category in image), default=math.inf)
+            for image in images
+        ]
         ratios = repeat_thresh * len(images) / torch.tensor(rarest, dtype=torch.float64)
         if sqrt:
             ratios = ratios.sqrt()
@@ -147,28 +149,25 @@ class DatasetFromList(Dataset[Any]):
     ) -> None:
         self._copy = copy
         self._serialize = serialize
+        self._len = len(lst)
         if not serialize:
             self._lst = lst
             return
         parts = [pickle.dumps(item, protocol=-1) for item in lst]
-        # With a byte at the end, since torch takes no empty buffer.
-        whole = bytearray(b"".join(parts) + b"\0")
-        lengths = [0, *map(len, parts)]
-        self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
-        self._ends = np.cumsum(lengths, dtype=np.int64)
+        lengths = np.array([len(part) for part in parts], dtype=np.int64)
+        self._ends = lengths.cumsum()
+        self._begins = self._ends - lengths
+        # It has a byte more at the end, since torch takes no empty buffer.
+        self._bytes = torch.frombuffer(
+            bytearray(b"".join(parts) + b"\0"), dtype=torch.uint8
+        )
 
     def __len__(self) -> int:
-        if self._serialize:
-            return len(self._ends) - 1
-        return len(self._lst)
+        return self._len
 
     def __getitem__(self, index: int) -> Any:
-        # Also for negative ones, with an IndexError beyond the end.
-        index = range(len(self))[index]
         if self._serialize:
-            begin = self._ends[index]
-            end = self._ends[index + 1]
-            part = self._bytes[begin:end]
+            part = self._bytes[self._begins[index] : self._ends[index]]
             return pickle.loads(part.numpy().data)
         item = self._lst[index]
         if self._copy:

@@ -10,8 +10,8 @@ from hooktrain.engine.train_loop import State
 from hooktrain.engine.trainers import ModelTrainer
 from hooktrain.events import get_event_storage
 
-# The parts of the state that are the inner trainer's.
-_OF_STEPS = frozenset({"optimizer", "data"})
+# What the inner trainer takes from the outer one when a run begins.
+_SHARED = ("storage", "seed", "iter", "start_iter", "max_iter")
 
 
 def of_inner_trainer(name: str) -> Any:
@@ -28,9 +28,10 @@ class TrainerBase(engine.TrainerBase):
 
     Assign the inner one to ``self._trainer`` in the constructor, and let ``run_step`` do
     ``self._trainer.iter = self.iter; self._trainer.run_step()``, as detectron2's
-    ``DefaultTrainer``. The outer one has the loop, the hooks and the storage. Optimizer and data
-    of the inner one are part of its state; so is the state of a copy of detectron2's
-    ``SimpleTrainer``, with a ``state_dict`` of its own.
+    ``DefaultTrainer``. The loop, the storage and the hooks are the outer one's; its hooks see
+    ``after_backward`` of the inner one. The inner one goes through the events of each run, and
+    its state is saved and loaded with the outer one's, also where it has a ``state_dict`` of its
+    own. Hooks that are registered with it are called, but their state is not saved.
     """
 
     state_parts: ClassVar[frozenset[str]] = ModelTrainer.state_parts
@@ -45,33 +46,42 @@ class TrainerBase(engine.TrainerBase):
         self.sync_period = inner.sync_period
         self.epoch_length = self.epoch_length or inner.epoch_length
         super().before_train()
-        if not any(isinstance(hook, _OuterHooks) for hook in inner._hooks):
-            inner.register_hooks([_OuterHooks(self)])
-        for name in ("storage", "seed", "iter", "start_iter", "max_iter"):
+        for name in _SHARED:
             setattr(inner, name, getattr(self, name))
+        _unlink(inner)  # a loop of one's own may have broken off without after_train
+        inner.register_hooks([_OuterHooks(self)])
         inner.before_train()
         self._losses = inner._losses
         self.storage.trainer = weakref.proxy(self)
 
+    def before_step(self) -> None:
+        """Seed this iteration, then call the hooks, first those of the inner trainer."""
+        if self._trainer is not None:
+            self._trainer.iter = self.iter
+            self._trainer.before_step()
+        super().before_step()  # it seeds again, since a hook may have drawn random numbers
+
     def after_step(self) -> None:
-        """Exchange metrics and call the hooks."""
-        inner = self._trainer
-        if inner is not None:
-            inner.done = self.iter + 1
+        """Exchange metrics and call the hooks, first those of the inner trainer."""
+        if self._trainer is not None:
+            self._trainer.after_step()
         super().after_step()
-        if isinstance(inner, ModelTrainer) and self.done % self.sync_period == 0:
-            inner._name_idle_optimizers()
 
     def after_train(self) -> None:
-        """End the run, first of the inner trainer."""
-        if self._trainer is not None:
-            self._trainer.succeeded = self.succeeded
-            self._trainer.after_train()
-        super().after_train()
+        """End the run, also of the inner trainer."""
+        inner = self._trainer
+        try:
+            super().after_train()
+        finally:
+            if inner is not None:
+                inner.succeeded = self.succeeded
+                inner.max_iter = self.max_iter  # an early stop has lowered it
+                inner.after_train()
+                _unlink(inner)
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint would now hold all that a run needs."""
+        """Whether a checkpoint would now hold everything that a resumed run needs."""
         return self._trainer is None or bool(self._trainer.can_save)
 
     def check_finite(self) -> None:
@@ -81,17 +91,11 @@ class TrainerBase(engine.TrainerBase):
             self._trainer.check_finite()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs; see the base class."""
+        """The state that a resumed run needs; see the base class."""
         state = super().state_dict()
-        inner = self._trainer
-        if inner is None:
-            return state
-        inner._is_checked = True  # by the line above
-        of_inner = inner.state_dict()
-        if isinstance(inner, ModelTrainer):
-            state |= {name: of_inner[name] for name in _OF_STEPS}
-        if _has_own_state(inner):
-            state["_trainer"] = of_inner
+        if self._trainer is not None:
+            self._trainer._is_checked = True  # by the line above
+            state = {**self._trainer.state_dict(), **state}
         return state
 
     def check_state_dict(
@@ -100,24 +104,22 @@ class TrainerBase(engine.TrainerBase):
         """Refuse what :meth:`load_state_dict` could not load; change nothing."""
         super().check_state_dict(state_dict, only=only)
         if isinstance(self._trainer, ModelTrainer):
-            self._trainer.check_state_dict(
-                _without_hooks(state_dict), only=self._chosen(only) & _OF_STEPS
-            )
+            self._trainer.check_state_dict(_for_inner(state_dict), only=only)
 
     def load_state_dict(
         self, state_dict: State, *, only: Collection[str] | None = None
     ) -> None:
-        """Load what ``state_dict`` returned; see the base class."""
+        """Load what ``state_dict`` returned; see the base class.
+
+        A copy of detectron2's trainers inside knows no parts: it loads its whole state if
+        the optimizer is asked for.
+        """
         super().load_state_dict(state_dict, only=only)
-        parts = self._chosen(only)
-        if isinstance(self._trainer, ModelTrainer):
-            # Without "hooks" the optimizer forgets what schedules have set.
-            self._trainer.load_state_dict(
-                _without_hooks(state_dict), only=parts & {*_OF_STEPS, "hooks"}
-            )
-        own = state_dict.get("_trainer")
-        if own and "optimizer" in parts and _has_own_state(self._trainer):
-            self._trainer.load_state_dict(own)
+        inner = self._trainer
+        if isinstance(inner, ModelTrainer) and only is not None:
+            inner.load_state_dict(_for_inner(state_dict), only=only)
+        elif inner is not None and "optimizer" in self._chosen(only):
+            inner.load_state_dict(_for_inner(state_dict))
 
 
 class _OuterHooks(engine.HookBase):
@@ -130,14 +132,17 @@ class _OuterHooks(engine.HookBase):
         self._outer.after_backward()
 
 
-def _without_hooks(state_dict: State) -> dict[str, Any]:
-    """The state for the inner trainer: the hooks are the outer one's."""
-    return {name: part for name, part in state_dict.items() if name != "hooks"}
+def _unlink(inner: Any) -> None:
+    """Leave the hooks of the inner trainer that are its own."""
+    inner._hooks = [hook for hook in inner._hooks if not isinstance(hook, _OuterHooks)]
 
 
-def _has_own_state(inner: Any) -> bool:
-    method = getattr(type(inner), "state_dict", TrainerBase.state_dict)
-    return not method.__module__.startswith("hooktrain.")
+def _for_inner(state_dict: State) -> dict[str, Any]:
+    """The state for the inner trainer: the hooks are the outer one's.
+
+    detectron2, and hooktrain before, saved it under ``"_trainer"``.
+    """
+    return {**state_dict, "hooks": {}, **state_dict.get("_trainer", {})}
 
 
 class SimpleTrainer(engine.SimpleTrainer, TrainerBase):

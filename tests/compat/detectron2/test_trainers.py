@@ -1,0 +1,237 @@
+"""A trainer inside of another one, which makes its steps as detectron2's DefaultTrainer does."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hooktrain import engine
+from hooktrain.compat.detectron2 import SimpleTrainer, TrainerBase, hooks
+from hooktrain.data import build_train_loader
+from hooktrain.engine import StepTrainer
+from hooktrain.solver import OptimWrapper
+
+DATA = list(torch.arange(12.0).reshape(6, 2) / 12)
+EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x + torch.rand(2)).square().mean()
+
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Any]:
+        loss = self(data)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def made(kind: Any, accumulative_counts: int = 1) -> Any:
+    model = Net()
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=accumulative_counts)
+    stream: Any = build_train_loader(DATA, total_batch_size=1, seed=0)  # type: ignore[arg-type]
+    trainer = kind(model, stream, wrapper)
+    trainer.seed = 3
+    return trainer
+
+
+class Copied(TrainerBase):
+    """A copy of detectron2's SimpleTrainer, with a state of its own."""
+
+    def __init__(self, model: Net, data: Any, wrapper: OptimWrapper) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = wrapper.optimizer
+
+    def run_step(self) -> None:
+        loss = self.model(DATA[self.iter % len(DATA)])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.after_backward()
+        SimpleTrainer.write_metrics({"total_loss": loss}, 0.0, self.iter)
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(state_dict)
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+
+
+class WithScale(SimpleTrainer):
+    """A trainer whose state has one more entry, and which is not loaded in parts."""
+
+    scale = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"scale": self.scale}
+
+    def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(state_dict)
+        self.scale = state_dict["scale"]
+
+
+class Outer(TrainerBase):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._trainer = inner
+        self.seed = 3
+
+    def run_step(self) -> None:
+        self._trainer.iter = self.iter
+        self._trainer.run_step()
+
+
+def noting(seen: list[str]) -> hooks.CallbackHook:
+    def note(event: str) -> Callable[[Any], None]:
+        return lambda trainer: seen.append(event)
+
+    return hooks.CallbackHook(**{event: note(event) for event in EVENTS})
+
+
+KINDS = [engine.SimpleTrainer, SimpleTrainer, StepTrainer, Copied, WithScale]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_trains_inside_as_it_does_alone(kind: Any) -> None:
+    alone = made(kind)
+    alone.train(0, 5)
+    outer = Outer(made(kind))
+    seen: list[str] = []
+    outer.register_hooks([noting(seen)])
+    outer.train(0, 5)
+    assert torch.equal(outer._trainer.model.fc.weight, alone.model.fc.weight)
+    assert outer.storage.histories().keys() == alone.storage.histories().keys()
+    assert seen == ["before_train", *EVENTS[1:4] * 5, "after_train"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_inside_is_resumed_bit_for_bit(kind: Any) -> None:
+    whole = Outer(made(kind))
+    whole.train(0, 4)
+    state = copy.deepcopy((whole._trainer.model.state_dict(), whole.state_dict()))
+    whole.train(4, 6)
+    again = Outer(made(kind))
+    again._trainer.model.load_state_dict(state[0])
+    again.load_state_dict(state[1])
+    assert again.iter == 3
+    again.train(4, 6)
+    assert torch.equal(again._trainer.model.fc.weight, whole._trainer.model.fc.weight)
+
+
+def test_what_a_trainer_inside_adds_to_the_state_is_loaded() -> None:
+    first, second = Outer(made(WithScale)), Outer(made(WithScale))
+    first._trainer.scale = 2.0
+    second.load_state_dict(first.state_dict())
+    assert second._trainer.scale == 2.0
+
+
+@pytest.mark.parametrize("kind", [SimpleTrainer, StepTrainer, Copied])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_optimizer_of_a_trainer_inside_is_loaded_alone(
+    kind: Any, nested: bool
+) -> None:
+    first = Outer(made(kind))
+    first.train(0, 3)
+    state = first.state_dict()
+    if nested:  # as detectron2 saves it
+        inner = {"iteration": 2, "optimizer": state.pop("optimizer")}
+        state["_trainer"] = inner
+    second = Outer(made(kind))
+    second.load_state_dict(state, only={"optimizer"})
+    buffers = []
+    for trainer in (first, second):
+        saved = trainer._trainer.optimizer.state_dict()
+        buffers.append(saved["state"][0]["momentum_buffer"])
+    assert torch.equal(*buffers)
+    assert second.done == 0
+    untouched = Outer(made(kind))
+    untouched.load_state_dict(state, only={"iteration"})
+    assert untouched._trainer.optimizer.state_dict()["state"] == {}
+    assert untouched.done == 3
+
+
+def test_a_state_without_an_optimizer_is_refused_before_anything_is_loaded() -> None:
+    first, second = Outer(made(SimpleTrainer)), Outer(made(SimpleTrainer))
+    first.train(0, 2)
+    state = first.state_dict()
+    del state["optimizer"]
+    with pytest.raises(ValueError, match="optimizer"):
+        second.load_state_dict(state)
+    assert second.done == 0
+
+
+def test_a_stop_completes_the_accumulation_of_a_trainer_inside() -> None:
+    outer = Outer(made(StepTrainer, accumulative_counts=2))
+    saved: list[bool] = []
+
+    def stop(trainer: Any) -> None:
+        saved.append(trainer.can_save)
+        if trainer.iter == 2:
+            trainer.request_stop("enough")
+
+    outer.register_hooks([hooks.CallbackHook(after_step=stop)])
+    outer.train(0, 10)
+    assert (outer.done, outer.max_iter, outer._trainer.max_iter) == (4, 4, 4)
+    assert saved == [False, True, False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failing_run_leaves_nothing_behind(kind: Any) -> None:
+    inner = made(kind)
+    seen: list[str] = []
+    for event in ("before_train", "after_step", "after_train"):
+        outer = Outer(inner)
+        outer.register_hooks(
+            [hooks.CallbackHook(**{event: lambda trainer: 1 / 0}), noting(seen)]
+        )
+        with pytest.raises(ZeroDivisionError):
+            outer.train(0, 1)
+        assert seen.count("after_train") == seen.count("before_train")
+        assert inner.hooks == ()
+        assert inner._begun is None
+        if kind is not Copied:
+            assert inner.optim_wrapper.after_backward is None
+    calls: list[str] = []
+    last = Outer(inner)
+    last.register_hooks([noting(calls)])
+    last.train(0, 1)
+    assert calls == list(EVENTS)
+
+
+def test_parts_that_do_not_belong_together_are_refused_when_the_run_begins() -> None:
+    outer = Outer(SimpleTrainer(Net(), DATA, sgd(Net())))
+    with pytest.raises(ValueError, match="optimizer"):
+        outer.train(0, 1)
+    assert outer._trainer.hooks == ()
+
+
+def test_hooks_of_a_trainer_inside_are_called() -> None:
+    outer = Outer(made(SimpleTrainer))
+    seen: list[str] = []
+    outer._trainer.register_hooks([noting(seen)])
+    outer.train(0, 2)
+    assert seen == ["before_train", *EVENTS[1:4] * 2, "after_train"]
+
+
+def test_a_trainer_inside_is_inside_of_one_trainer_after_the_other() -> None:
+    inner = made(SimpleTrainer)
+    calls: dict[str, list[str]] = {"first": [], "second": []}
+    for start, seen in enumerate(calls.values()):
+        outer = Outer(inner)
+        outer.register_hooks([noting(seen)])
+        outer.train(start, start + 1)
+    assert list(calls.values()) == [list(EVENTS)] * 2
+    inner.train(2, 3)
