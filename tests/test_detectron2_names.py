@@ -28,12 +28,12 @@ SIGNATURES = {
         "grad_scaler=None, precision=torch.float16, log_grad_scaler=False, "
         "async_write_metrics=False"
     ),
-    "engine.DefaultTrainer": "cfg",
-    "engine.DefaultTrainer.resume_or_load": "self, resume=True",
-    "engine.DefaultTrainer.build_model": "cfg",
-    "engine.DefaultTrainer.build_optimizer": "cfg, model",
-    "engine.DefaultTrainer.build_train_loader": "cfg",
-    "engine.DefaultTrainer.test": "cfg, model",
+    "compat.detectron2.DefaultTrainer": "cfg",
+    "compat.detectron2.DefaultTrainer.resume_or_load": "self, resume=True",
+    "compat.detectron2.DefaultTrainer.build_model": "cfg",
+    "compat.detectron2.DefaultTrainer.build_optimizer": "cfg, model",
+    "compat.detectron2.DefaultTrainer.build_train_loader": "cfg",
+    "compat.detectron2.DefaultTrainer.test": "cfg, model",
     "engine.create_ddp_model": "model, *, fp16_compression=False, **kwargs",
     "engine.default_argument_parser": "epilog=None",
     "engine.default_setup": "cfg, args",
@@ -167,7 +167,7 @@ engine.HookBase: after_backward after_step after_train before_step before_train 
 engine.TrainerBase: before_train after_train before_step after_backward after_step run_step
 engine.TrainerBase: state_dict
 engine.SimpleTrainer: run_step
-engine.DefaultTrainer: train build_hooks build_writers
+compat.detectron2.DefaultTrainer: train build_hooks build_writers
 engine.hooks.PreciseBN: update_stats
 events.EventStorage: clear_histograms clear_images histories latest smoothing_hints step
 events.EventWriter: close write
@@ -237,14 +237,12 @@ def test_a_call_written_for_detectron2_is_understood(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (
-            "engine",
-            "hooks HookBase TrainerBase SimpleTrainer AMPTrainer DefaultTrainer",
-        ),
+        ("engine", "hooks HookBase TrainerBase SimpleTrainer AMPTrainer"),
         ("engine.train_loop", "HookBase TrainerBase"),
         ("engine.launch", "DEFAULT_TIMEOUT launch"),
         ("engine.defaults", "create_ddp_model default_argument_parser default_setup"),
-        ("engine.defaults", "default_writers DefaultTrainer"),
+        ("engine.defaults", "default_writers"),
+        ("compat.detectron2", "DefaultTrainer"),
         ("events", "EventStorage EventWriter JSONWriter get_event_storage"),
         ("solver.build", "get_default_optimizer_params reduce_param_groups"),
     ],
