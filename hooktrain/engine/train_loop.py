@@ -510,10 +510,11 @@ class TrainerBase:
     def _indices(self, wanted: HookReference) -> list[int]:
         """The places of this hook, or of the hooks of this class or key."""
         named = self._named_hooks()
-        found = []
-        for index, (key, hook) in enumerate(named.items()):
-            if wanted in (key, hook, *type(hook).__mro__):
-                found.append(index)
+        found = [
+            index
+            for index, (key, hook) in enumerate(named.items())
+            if wanted in (key, hook, *type(hook).__mro__)
+        ]
         if not found:
             raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
         return found

@@ -358,8 +358,7 @@ class AMPTrainer(SimpleTrainer):
         log_grad_scaler: bool = False,
         async_write_metrics: bool = False,
     ) -> None:
-        scale = grad_scaler or "dynamic"
-        wrapper = AmpOptimWrapper(optimizer, precision, loss_scale=scale)
+        wrapper = AmpOptimWrapper(optimizer, precision, grad_scaler=grad_scaler)
         super().__init__(
             model,
             data_loader,

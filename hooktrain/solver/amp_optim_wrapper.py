@@ -1,6 +1,6 @@
 """An optimizer wrapper in lower precision: autocast, and a scaler for float16."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -25,9 +25,7 @@ class AmpOptimWrapper(OptimWrapper):
         optimizer: the optimizer.
         dtype: ``torch.float16``, ``torch.bfloat16`` or their names. None takes torch's
             default for the device: float16 on CUDA, bfloat16 on the CPU.
-        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict has
-            that scaler's arguments (``init_scale``, ``growth_interval``, ...); a number
-            is a fixed scale; a scaler is used as it is.
+        grad_scaler: the scaler for float16; None makes one that finds the scale by itself.
         accumulative_counts: see :class:`OptimWrapper`.
         clip_grad: see :class:`OptimWrapper`; gradients are unscaled before.
 
@@ -38,7 +36,7 @@ class AmpOptimWrapper(OptimWrapper):
             :meth:`step` returns True, whatever the scaler has found.
 
     Raises:
-        ValueError: for another dtype or loss scale.
+        ValueError: for another data type.
     """
 
     skipped_updates: Any
@@ -48,7 +46,7 @@ class AmpOptimWrapper(OptimWrapper):
         optimizer: Optimizer,
         dtype: torch.dtype | str | None = None,
         *,
-        loss_scale: str | float | Options | torch.amp.GradScaler = "dynamic",
+        grad_scaler: torch.amp.GradScaler | None = None,
         accumulative_counts: int = 1,
         clip_grad: Options | None = None,
     ) -> None:
@@ -61,17 +59,14 @@ class AmpOptimWrapper(OptimWrapper):
             self.dtype = getattr(torch, dtype, None)
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
-        needs_scaler = self.dtype == torch.float16
-        self.grad_scaler = _build_scaler(
-            loss_scale, self.device_type, enabled=needs_scaler
+        # A scaler that is not enabled passes everything through.
+        self.grad_scaler = grad_scaler or torch.amp.GradScaler(
+            self.device_type, enabled=self.dtype == torch.float16
         )
         if isinstance(optimizer, torch.optim.SGD):
             # The scaler itself skips an update then. The fused kernel would leave in the
             # momentum what the memory held before, where the first one is skipped.
             optimizer._step_supports_amp_scaling = False
-        self._fixed_scale: float | None = None
-        if isinstance(loss_scale, int | float):
-            self._fixed_scale = float(loss_scale)
         self._unscaled = False
         self._updates_scale = True
 
@@ -105,7 +100,6 @@ class AmpOptimWrapper(OptimWrapper):
     def share_scaler(self, before: "AmpOptimWrapper") -> None:
         """Take its scaler. Its scale changes when the last of them has stepped."""
         self.grad_scaler = before.grad_scaler
-        self._fixed_scale = before._fixed_scale
         before._updates_scale = False
 
     def _apply(self, **kwargs: Any) -> bool:
@@ -120,7 +114,7 @@ class AmpOptimWrapper(OptimWrapper):
         flags = [flag.to(scaler._scale.device) for flag in found]  # type: ignore[union-attr]
         skipped = reduce(torch.maximum, flags) if flags else torch.zeros(())
         if self._updates_scale:
-            scaler.update(self._fixed_scale)
+            scaler.update()
         if skipped.is_cpu:
             if skipped:
                 self.count_skipped_update()
@@ -152,22 +146,3 @@ def _device_type(optimizer: Optimizer) -> str:
     if mesh is None:
         return str(parameter.device.type)
     return str(mesh.device_type)
-
-
-def _build_scaler(
-    loss_scale: Any, device_type: str, enabled: bool
-) -> torch.amp.GradScaler:
-    """The scaler; one that is not enabled passes everything through."""
-    if isinstance(loss_scale, torch.amp.GradScaler):
-        return loss_scale
-    options: dict[str, Any] = {}
-    if isinstance(loss_scale, Mapping):
-        options.update(loss_scale)
-    elif isinstance(loss_scale, int | float) and loss_scale > 0:
-        options["init_scale"] = float(loss_scale)
-    elif loss_scale != "dynamic":
-        raise ValueError(
-            "loss_scale must be 'dynamic', a positive number, a dict of GradScaler's "
-            f"arguments or a GradScaler, but got {loss_scale!r}"
-        )
-    return torch.amp.GradScaler(device_type, enabled=enabled, **options)

@@ -1,6 +1,12 @@
 """Optimizer wrappers with MMEngine's ``get_lr`` and ``get_momentum``."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from hooktrain import solver
 from hooktrain.solver.optim_state import State
@@ -23,7 +29,40 @@ class OptimWrapper(solver.OptimWrapper):
 
 
 class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
-    """:class:`hooktrain.solver.AmpOptimWrapper` with ``get_lr`` and ``get_momentum``."""
+    """:class:`hooktrain.solver.AmpOptimWrapper` with ``get_lr`` and ``get_momentum``.
+
+    Args:
+        optimizer: the optimizer.
+        dtype: see :class:`hooktrain.solver.AmpOptimWrapper`.
+        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict has the
+            arguments of :class:`torch.amp.GradScaler`; a number is a fixed scale.
+        kwargs: those of the base class.
+
+    Raises:
+        ValueError: for another ``loss_scale``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        dtype: torch.dtype | str | None = None,
+        loss_scale: str | float | Mapping[str, Any] = "dynamic",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(optimizer, dtype, **kwargs)
+        if loss_scale == "dynamic" or "grad_scaler" in kwargs:
+            return
+        enabled = self.grad_scaler.is_enabled()
+        if isinstance(loss_scale, Mapping):
+            scaler = GradScaler(self.device_type, enabled=enabled, **loss_scale)
+        elif isinstance(loss_scale, int | float) and loss_scale > 0:
+            scaler = _FixedScaler(self.device_type, float(loss_scale), enabled=enabled)
+        else:
+            raise ValueError(
+                "loss_scale must be 'dynamic', a positive number or a dict of GradScaler's "
+                f"arguments, but got {loss_scale!r}"
+            )
+        self.grad_scaler = scaler
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned, here or in MMEngine."""
@@ -45,6 +84,13 @@ class OptimWrapperDict(solver.OptimWrapperDict):
             f"{name}.momentum": _momenta(groups)
             for name, groups in self.param_groups.items()
         }
+
+
+class _FixedScaler(GradScaler):
+    """A scaler whose scale stays as it is, also after gradients that overflowed."""
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        super().update(self._init_scale)
 
 
 def with_our_names(state: State) -> dict[str, Any]:

@@ -76,3 +76,21 @@ def test_a_scheduled_momentum_is_left_out_with_the_schedules(kind: str) -> None:
     (group,) = without_schedules(optimizer.state_dict())["param_groups"]
     assert not {"momentum", "betas"} & group.keys()
     assert "lr" in group
+
+
+def test_a_loss_scale_is_fixed_or_has_a_scalers_arguments() -> None:
+    options = {"init_scale": 4.0, "growth_interval": 1}
+    models = [LinearLoss(), LinearLoss()]
+    fixed, grown = wrappers = [
+        AmpOptimWrapper(sgd(models[0]), "float16", loss_scale=8),
+        AmpOptimWrapper(sgd(models[1]), "float16", loss_scale=options),
+    ]
+    for factor in (1.0, torch.inf, 1.0, 1.0):
+        for model, wrapper in zip(models, wrappers, strict=True):
+            updated = wrapper.update_params(model(batches(1)[0]) * factor)
+            assert updated == (factor == 1.0)
+        assert fixed.grad_scaler.get_scale() == 8.0
+    assert grown.grad_scaler.get_scale() == 16.0  # 4 * 2 / 2 * 2 * 2
+    for wrong in ("static", 0):
+        with pytest.raises(ValueError, match="loss_scale"):
+            AmpOptimWrapper(sgd(models[0]), "float16", loss_scale=wrong)

@@ -102,7 +102,8 @@ def test_too_many_in_a_row_raise() -> None:
 
 def test_a_scaler_skips_by_itself() -> None:
     model = LinearLoss()
-    wrapper = AmpOptimWrapper(adam(model), "float16", loss_scale={"init_scale": 4.0})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    wrapper = AmpOptimWrapper(adam(model), "float16", grad_scaler=scaler)
     run(model, data({2}), wrapper)
     assert wrapper.skipped_updates == 1
     assert wrapper.grad_scaler.get_scale() == 2.0
