@@ -104,7 +104,7 @@ def test_every_kind_of_damage_is_passed_over(
     else:
         torch.save({"iteration": 29}, path)
     assert resumed(folder) == 19
-    assert f"Passing over the checkpoint {path}: " in caplog.text
+    assert str(path) in caplog.text
 
 
 def test_if_no_file_is_intact_every_one_is_named_with_its_reason(folder: Path) -> None:

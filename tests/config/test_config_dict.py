@@ -131,7 +131,7 @@ def test_a_reference_that_names_nothing_says_which_key_holds_it(
     reference: str, message: str
 ) -> None:
     cfg = ConfigDict(train={"max_iter": 3}, list=[1], holder={"key": reference})
-    with pytest.raises(ValueError, match=r"^holder\.key: the reference '\$\{") as error:
+    with pytest.raises(ValueError, match=r"^holder\.key") as error:
         resolve(cfg)
     assert message in str(error.value)
 

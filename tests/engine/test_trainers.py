@@ -349,7 +349,7 @@ def test_a_loader_that_cannot_be_positioned_is_told(
     saved, loaded = net_trainer(), net_trainer()
     saved.train(0, 1)
     loaded.load_state_dict(saved.state_dict())
-    assert "position in the data could not be restored" in caplog.text
+    assert "position in the data" in caplog.text
 
 
 def test_the_epoch_of_a_finite_loader_resumes_with_its_order() -> None:

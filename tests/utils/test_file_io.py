@@ -267,5 +267,5 @@ def test_on_a_file_system_without_locks_nothing_is_swept(
     left = tmp_path / f".a.bin.tmp{OWNER}"
     left.touch()
     lock_folder(tmp_path)
-    assert f"{tmp_path} cannot be locked ([Errno {getattr(errno, name)}]" in caplog.text
+    assert f"{tmp_path} cannot be locked" in caplog.text
     assert left.exists()

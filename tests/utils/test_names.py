@@ -108,7 +108,7 @@ def test_what_cannot_be_imported_by_name_is_refused() -> None:
         "torch",
         Colour,
     ):
-        with pytest.raises(ValueError, match="cannot be imported by name"):
+        with pytest.raises(ValueError, match="by name"):
             importable_name(obj)
     assert importable_name(Outer.build) == (__name__, "Outer.build")
     assert isinstance(locate(f"{__name__}.Outer.build")(), Outer)
