@@ -279,9 +279,8 @@ def step_trainer(folder: str, variant: Variant) -> None:
     )
 
     def evaluate() -> dict[str, Any]:
-        broadcast_buffers(
-            strategy.model
-        )  # so that all ranks have what a checkpoint holds
+        # So that all ranks evaluate what a checkpoint holds.
+        broadcast_buffers(strategy.model)
         return inference_on_dataset(strategy.model, test_loader(), Accuracy())
 
     trainer.register_hooks(
