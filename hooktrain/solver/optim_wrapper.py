@@ -30,26 +30,27 @@ NOTHING = nullcontext()  # has no state: one serves everywhere
 class OptimWrapper:
     """A torch optimizer with gradient accumulation and clipping.
 
-    The order in a step is fixed: unscale, ``after_backward``, clip, update.
+    :meth:`step` has the order of an update: unscale the gradients, call ``after_backward``, clip
+    the gradients, update the parameters.
 
     Args:
         optimizer: the optimizer. LBFGS needs a ``run_step`` of yours, with its closure.
-        accumulative_counts: how many backward passes make one update, at least 1.
-        clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the norm
-            of all gradients together, after logging it as ``grad_norm``;
-            ``{"type": "value", "clip_value": 0.5}`` clips each element.
+        accumulative_counts: the number of backward passes that make one update, at least 1.
+        clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the norm of all
+            gradients together, and logs it as ``grad_norm``; ``{"type": "value", "clip_value":
+            0.5}`` clips each element.
 
     Attributes:
         after_backward: called in each :meth:`step`, when the gradients are unscaled and not
             yet clipped; or None. Trainers set it, to call their hooks.
         inner_count: the number of backward passes so far.
-        prefix: of the names of metrics, such as ``"generator."``.
-        skipped_updates: how many updates were skipped, as gradients were not finite.
+        prefix: is put before the names of metrics, such as ``"generator."``.
+        skipped_updates: how many updates were skipped since gradients were not finite.
 
     Raises:
-        TypeError: for something else than an optimizer or a dict, an unknown key, or a
-            subclass that overrides what only MMEngine calls.
-        ValueError: for a count below 1 or impossible clipping.
+        TypeError: if ``optimizer`` is no optimizer or ``clip_grad`` no dict, for an unknown key,
+            or when a subclass is defined that overrides what only MMEngine calls.
+        ValueError: for a count below 1, or for impossible clipping.
     """
 
     def __init_subclass__(cls) -> None:
@@ -79,9 +80,11 @@ class OptimWrapper:
         self.prefix = ""
         self.skipped_updates = 0
         self._clipping = None if clip_grad is None else _clipping(**clip_grad)
-        self._first_count = 0  # inner_count where the accumulations began
-        self._max_counts = -1  # inner_count at the end of the run, if it is known
-        self._model = nn.Module()  # names no parameters
+        self._first_count = 0  # inner_count when the accumulation began
+        self._max_counts = (
+            -1
+        )  # inner_count at the end of the run; -1 if it is not known
+        self._model = nn.Module()  # it names no parameters
 
     def __repr__(self) -> str:
         counts = self.accumulative_counts
@@ -100,7 +103,7 @@ class OptimWrapper:
         return self.optimizer.defaults
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Save states by the names of the parameters in this model."""
+        """From now on save the states of parameters under their names in this model."""
         self._model = model
 
     # Accumulation
@@ -108,12 +111,12 @@ class OptimWrapper:
     def initialize_count_status(
         self, model: nn.Module, init_counts: int, max_counts: int
     ) -> None:
-        """Begin a new accumulation; the last one of the run may be shorter.
+        """Begin a new accumulation. The last one of the run may be shorter.
 
         Args:
-            model: as in MMEngine; not used.
-            init_counts: the passes so far.
-            max_counts: those at the end of the run.
+            model: is not used. MMEngine's method has it.
+            init_counts: the number of backward passes so far.
+            max_counts: the number of passes at the end of the run.
         """
         self.inner_count = init_counts
         self.start_accumulation()
@@ -129,7 +132,7 @@ class OptimWrapper:
         return self._is_complete_after(self.inner_count)
 
     def should_sync(self) -> bool:
-        """Whether the next one does, so that ranks exchange gradients."""
+        """Whether the next backward pass completes one, so that ranks exchange gradients."""
         return self._is_complete_after(self.inner_count + 1)
 
     def _is_complete_after(self, count: int) -> bool:
@@ -137,7 +140,7 @@ class OptimWrapper:
         return passes % self.accumulative_counts == 0 or count == self._max_counts
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide the loss, for gradients of the mean."""
+        """Divide a loss by the passes of its accumulation, for the gradients of the mean."""
         if self.accumulative_counts == 1:
             return loss
         size = self.accumulative_counts
@@ -150,7 +153,7 @@ class OptimWrapper:
     # A step
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """For a forward pass: its precision, and whether ranks exchange gradients."""
+        """The context of a forward pass: its precision, and whether ranks exchange gradients."""
         is_last = self.should_sync()
         if is_last and self.accumulative_counts == 1:
             return NOTHING
@@ -163,23 +166,23 @@ class OptimWrapper:
     def update_params(
         self, loss: Tensor, step_kwargs: Any = None, zero_kwargs: Any = None
     ) -> bool:
-        """Take in a loss; update where an accumulation is complete.
+        """Add the gradients of a loss, and update where that completes an accumulation.
 
         Args:
-            loss: one tensor; of several losses, their sum.
-            step_kwargs: for :meth:`step`, in a dict.
-            zero_kwargs: for :meth:`zero_grad`.
+            loss: the loss, or the sum of several.
+            step_kwargs: a dict of arguments for :meth:`step`.
+            zero_kwargs: a dict of arguments for :meth:`zero_grad`.
 
         Returns:
             Whether there was an update.
 
         Raises:
-            TypeError: for a dict of losses.
+            TypeError: if ``loss`` is no tensor, such as a dict of losses.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(
-                "update_params takes one loss: of several their sum, as parse_losses "
-                f"gives it, not {loss!r:.200}"
+                "update_params takes one loss, or the sum of several that parse_losses "
+                f"returns, not {loss!r:.200}"
             )
         self.backward(self.scale_loss(loss))
         if not self.should_update():
@@ -197,10 +200,10 @@ class OptimWrapper:
         """Unscale the gradients, call ``after_backward``, clip, and update the parameters.
 
         Args:
-            kwargs: of the optimizer's step.
+            kwargs: the arguments of the optimizer's ``step``.
 
         Returns:
-            False where a scaler has skipped gradients that overflowed.
+            False if a scaler has skipped the update, since gradients overflowed.
         """
         self.unscale_gradients()
         if self.after_backward is not None:
@@ -209,17 +212,17 @@ class OptimWrapper:
         return self._apply(**kwargs)
 
     def unscale_gradients(self) -> None:
-        """Undo what a scaler did to the gradients."""
+        """Divide the gradients by the factor that a scaler has multiplied the loss with."""
 
     def share_scaler(self, before: Any) -> None:
-        """Take the scaler of one that steps before."""
+        """Use the scaler of a wrapper that steps before this one."""
 
     def _apply(self, **kwargs: Any) -> bool:
         self.optimizer.step(**kwargs)
         return True
 
     def clip_gradients(self) -> None:
-        """Clip the gradients, if asked for, and log their norm."""
+        """Clip the gradients, if ``clip_grad`` was given, and log their norm."""
         if self._clipping is None:
             return
         kind, limit, norm_type = self._clipping
@@ -230,13 +233,13 @@ class OptimWrapper:
         if kind == "value":
             nn.utils.clip_grad_value_(parameters, limit)
             return
-        # As clip_grad_norm_, but ranks with shards exchange one number.
+        # As in clip_grad_norm_, but ranks that hold shards exchange one number only.
         norm = full_tensor(nn.utils.get_total_norm(gradients, norm_type))
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self._put_scalar("grad_norm", norm)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Forget the gradients."""
+        """Free the gradients; see :meth:`torch.optim.Optimizer.zero_grad`."""
         self.optimizer.zero_grad(**kwargs)
 
     def count_skipped_update(self) -> None:
@@ -251,7 +254,7 @@ class OptimWrapper:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state by parameter names, and counters; no gradients."""
+        """The optimizer's state by the names of parameters, and the counters. No gradients."""
         if not self.should_update():
             logger.warning("Saved without the gradients that are being accumulated")
         state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
@@ -260,7 +263,7 @@ class OptimWrapper:
         return state
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Raise the ValueError of :meth:`load_state_dict`, but load nothing."""
+        """Raise the ValueError that :meth:`load_state_dict` would raise, and load nothing."""
         match_parameters(self.optimizer, state_dict, parameter_names(self._model))
 
     def load_state_dict(self, state_dict: State) -> None:

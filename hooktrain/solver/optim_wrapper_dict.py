@@ -106,8 +106,8 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.start_accumulation()
 
+    # One loss for all of them is taken in as by a single wrapper.
     update_params: Any = OptimWrapper.update_params
-    """Take in one loss for all; see :meth:`OptimWrapper.update_params`."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of one loss for all."""
@@ -133,7 +133,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         return all(updated)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Forget the gradients of all; see :meth:`OptimWrapper.zero_grad`."""
+        """Free the gradients of all; see :meth:`OptimWrapper.zero_grad`."""
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
