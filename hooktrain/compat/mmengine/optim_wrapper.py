@@ -18,7 +18,7 @@ class OptimWrapper(solver.OptimWrapper):
 
     def get_lr(self) -> dict[str, list[float]]:
         """The learning rate of each group, as ``{"lr": [0.1]}``."""
-        return {"lr": _rates(self.param_groups)}
+        return {"lr": [group["lr"] for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """The momentum of each group, as ``{"momentum": [0.9]}``.
@@ -75,7 +75,8 @@ class OptimWrapperDict(solver.OptimWrapperDict):
     def get_lr(self) -> dict[str, list[float]]:
         """The learning rate of each group, by ``"<name>.lr"``."""
         return {
-            f"{name}.lr": _rates(groups) for name, groups in self.param_groups.items()
+            f"{name}.lr": [group["lr"] for group in groups]
+            for name, groups in self.param_groups.items()
         }
 
     def get_momentum(self) -> dict[str, list[float]]:
@@ -115,13 +116,9 @@ def as_mmengine(optim_wrapper: Any) -> Any:
     return optim_wrapper
 
 
-def _rates(groups: list[ParamGroup]) -> list[float]:
-    return [float(group["lr"]) for group in groups]
-
-
 def _momenta(groups: list[ParamGroup]) -> list[float]:
     momenta = []
     for group in groups:
         betas = group.get("betas", [0.0])
-        momenta.append(float(group.get("momentum", betas[0])))
+        momenta.append(group.get("momentum", betas[0]))
     return momenta

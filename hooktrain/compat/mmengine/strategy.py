@@ -22,6 +22,7 @@ from hooktrain.compat.mmengine.build import (
 )
 from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS, STRATEGIES
 from hooktrain.config import instantiate
+from hooktrain.engine.preflight import check_parts
 from hooktrain.model.sharding import on_meta
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
@@ -224,7 +225,7 @@ class BaseStrategy(strategy.BaseStrategy):
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
             self.optim_wrapper.name_parameters(self.model)
-            self._check_same_parameters()
+            check_parts(self.model, self.optim_wrapper)
             self._scale_lr()
             self._initialize_counts()
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
@@ -237,16 +238,6 @@ class BaseStrategy(strategy.BaseStrategy):
         parts = ("model", "optim_wrapper", "param_schedulers")
         built = [getattr(self, name) for name in parts if hasattr(self, name)]
         return built if len(built) > 1 else self.model
-
-    def _check_same_parameters(self) -> None:
-        ours = set(self.model.parameters())
-        for wrapper in wrappers_by_name(self.optim_wrapper).values():
-            theirs = [p for group in wrapper.param_groups for p in group["params"]]
-            if ours.isdisjoint(theirs):
-                raise ValueError(
-                    "the optimizer has none of the model's parameters: build it from "
-                    "the prepared model, or give its configuration"
-                )
 
     def build_model(self, model: Any) -> nn.Module:
         """The model, from its configuration if it is one.
