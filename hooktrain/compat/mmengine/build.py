@@ -120,7 +120,7 @@ def build_param_scheduler(
 
     Raises:
         TypeError: for something that is neither a configuration nor a scheduler.
-        KeyError: for an unknown ``type``, or if the names are not those of the optimizers.
+        KeyError: for an unknown ``type``, or if a dict lacks the name of an optimizer.
         ValueError: if the end of a schedule is not known though it needs one, or for
             arguments out of range.
     """
@@ -141,9 +141,6 @@ def for_each_optimizer(
     by_name: Mapping[str, Any] = dict.fromkeys(optim_wrapper, scheduler)
     if isinstance(scheduler, Mapping) and "type" not in scheduler:
         by_name = scheduler
-    if by_name.keys() != optim_wrapper.keys():
-        names = [*optim_wrapper]
-        raise KeyError(f"schedulers are for {[*by_name]}, and optimizers are {names}")
     return {name: build(by_name[name], optim_wrapper[name]) for name in optim_wrapper}
 
 

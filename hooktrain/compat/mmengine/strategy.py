@@ -288,13 +288,8 @@ class BaseStrategy(strategy.BaseStrategy):
         """Multiply learning rates by the batch of all ranks over ``base_batch_size``."""
         if not self._auto_scale_lr.get("enable", False):
             return
-        base = self._auto_scale_lr.get("base_batch_size")
-        own = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
-        if not base or not own:
-            raise ValueError(
-                f"auto_scale_lr has base_batch_size={base!r}, and there is "
-                f"train_micro_batch_size_per_gpu={own!r} in dispatch_kwargs"
-            )
+        base = self._auto_scale_lr["base_batch_size"]
+        own = self.dispatch_kwargs["train_micro_batch_size_per_gpu"]
         ratio = comm.data_parallel_size() * own / base
         self.logger.info("The batch is %g times as large: so are learning rates", ratio)
         scale_lr(self.optim_wrapper, ratio)
@@ -322,7 +317,7 @@ class BaseStrategy(strategy.BaseStrategy):
                 ``dispatch_kwargs`` knows of the run is among them.
 
         Raises:
-            KeyError: if the names are not those of the optimizers.
+            KeyError: if a dict lacks the name of an optimizer.
         """
         known = {**(default_args or {})}
         for name in ("epoch_length", "max_epochs", "max_iters"):
