@@ -1,4 +1,4 @@
-"""What training scripts import from detectron2, fvcore.common and iopath, in one place.
+"""The names that training scripts import from detectron2, fvcore.common and iopath.
 
 ``tools/from_detectron2.sed`` makes ``from detectron2.engine.defaults import DefaultTrainer`` into
 ``from hooktrain.compat.detectron2 import DefaultTrainer``. Names of detection come from detectron2
@@ -102,12 +102,13 @@ from hooktrain.compat.detectron2.utils import (  # type: ignore[assignment]
     setup_logger as setup_logger,
 )
 
-# What modules of detectron2 hold is all here, as for `from detectron2.utils import events, logger`.
+# The names of detectron2's modules are names of this one, which has what they have: scripts say
+# `from detectron2.utils import events, logger`.
 _here: Any = sys.modules[__name__]
 build = collect_env = comm = defaults = env = events = file_io = hooks = logger = _here
 memory = registry = samplers = train_loop = _here
 
 
 def __getattr__(name: str) -> Any:
-    """What is not here; see :mod:`hooktrain.compat.peers`."""
+    """Find what is not here in the package that has it; see :mod:`hooktrain.compat.peers`."""
     return of_detectron2(name)

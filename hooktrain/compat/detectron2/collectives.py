@@ -26,11 +26,11 @@ def gather(data: _T, dst: int = 0, group: ProcessGroup | None = None) -> list[_T
     if comm.get_world_size() == 1:
         return [data]
     group = group or comm.object_group()
-    gathered: list[Any] = []
+    gathered: list[Any] | None = None
     if comm.get_rank() == dst:
         gathered = [None] * dist.get_world_size(group)
-    dist.gather_object(data, gathered or None, dst=dst, group=group)
-    return gathered
+    dist.gather_object(data, gathered, dst=dst, group=group)
+    return gathered or []
 
 
 def reduce_dict(

@@ -1,4 +1,4 @@
-"""What detectron2's loaders are made of, beside data sets and samplers of hooktrain.data."""
+"""The parts of detectron2's loaders that hooktrain.data does not have."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from hooktrain.utils.env import seed_all_rng
 
 
 class RepeatFactorTrainingSampler(StreamSampler):
-    """Each sample as often as its factor says, for data whose classes are rare and frequent.
+    """Gives each sample as often as its factor says, for data whose classes are rare and frequent.
 
     In each epoch a fractional factor is rounded up or down at random, in proportion (LVIS, Gupta
     et al. 2019).
@@ -100,7 +100,7 @@ class RepeatFactorTrainingSampler(StreamSampler):
 
 
 class GroupedBatchSampler(Sampler[list[int]]):
-    """Batches whose samples belong to one group each, such as one aspect ratio.
+    """Gives batches whose samples belong to one group each, such as one aspect ratio.
 
     Batches come in the order in which they fill up. What is left in a group at the end of a finite
     sampler stays for the next iteration over this object.
@@ -138,10 +138,11 @@ class DatasetFromList(Dataset[Any]):
 
     Args:
         lst: the samples.
-        copy: return deep copies, so that a sample can be changed in place. Serialised samples
-            are new objects anyhow.
-        serialize: keep the samples as one array of bytes, which worker processes share instead of
-            copying it, object by object, as reference counts change.
+        copy: whether samples are returned as deep copies, so that they can be changed in place.
+            Serialised samples are new objects in any case.
+        serialize: whether the samples are kept as one array of bytes. Worker processes share it;
+            of a list each worker comes to have a copy, since reading an object changes its
+            reference count.
     """
 
     def __init__(
@@ -182,10 +183,10 @@ class ToIterableDataset(IterableDataset[Any]):
     Args:
         dataset: with ``__getitem__``.
         sampler: gives the indices of this rank.
-        shard_sampler: divide the indices among the workers of a DataLoader, so that each is read
-            once. Without it every worker reads all.
-        shard_chunk_size: so many indices in a row go to one worker. With the batch size, batches
-            are the same for any number of workers.
+        shard_sampler: whether the indices are divided among the workers of a DataLoader, so that
+            each is read once. Else every worker reads all of them.
+        shard_chunk_size: the number of indices in a row that go to one worker. If it is the batch
+            size, batches are the same for any number of workers.
     """
 
     dataset: Any
@@ -205,10 +206,10 @@ class ToIterableDataset(IterableDataset[Any]):
 
 
 class MapDataset(core.MapDataset):
-    """:class:`hooktrain.data.MapDataset`, with what a ``__getitem__`` of detectron2's reads."""
+    """A :class:`hooktrain.data.MapDataset` with the names that copies of detectron2's read."""
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
-        """One that is no subclass of this for an ``IterableDataset``."""
+        """Make the core's data set for an ``IterableDataset``."""
         if isinstance(dataset, IterableDataset):
             return core.MapDataset(dataset, map_func)
         return super().__new__(cls, dataset, map_func)
@@ -222,7 +223,7 @@ class MapDataset(core.MapDataset):
 
 
 def trivial_batch_collator(batch: Any) -> Any:
-    """The samples of a batch, as they are."""
+    """Return the samples of a batch as they are."""
     return batch
 
 

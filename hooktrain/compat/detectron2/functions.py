@@ -46,7 +46,7 @@ _OWNERS = {"CfgNode": "fvcore", "file_lock": "iopath"}
 
 
 def of_detectron2(name: str) -> Any:
-    """What is not here, such as all that belongs to detection: of the package that has it.
+    """What hooktrain lacks, such as all that belongs to detection, of the package that has it.
 
     Raises:
         AttributeError: for a name of Python's own.
@@ -61,17 +61,16 @@ def of_detectron2(name: str) -> Any:
 
 
 def default_setup(cfg: Any, args: Any) -> None:
-    """:func:`hooktrain.engine.default_setup`, also for a tree with ``OUTPUT_DIR``.
+    """Call :func:`hooktrain.engine.default_setup`, also for a tree with ``OUTPUT_DIR``.
 
-    Of such a tree ``OUTPUT_DIR``, ``SEED`` and ``CUDNN_BENCHMARK`` are looked at, and it is saved
-    as ``config.yaml``. Beside it, ``config.json`` holds the seed of a run that has drawn one.
+    Of such a tree it reads ``OUTPUT_DIR``, ``SEED`` and ``CUDNN_BENCHMARK``, and saves the tree as
+    ``config.yaml``. Beside it, ``config.json`` holds the seed of a run that has drawn one.
     """
     if "OUTPUT_DIR" not in cfg:
         defaults.default_setup(cfg, args)
         return
-    train = {}
-    for key in ("OUTPUT_DIR", "SEED", "CUDNN_BENCHMARK"):
-        train[key.lower()] = getattr(cfg, key, None)
+    keys = ("OUTPUT_DIR", "SEED", "CUDNN_BENCHMARK")
+    train = {key.lower(): getattr(cfg, key, None) for key in keys}
     defaults.default_setup(ConfigDict(train=train), args)
     if cfg.OUTPUT_DIR and comm.is_main_process():
         path = Path(cfg.OUTPUT_DIR, "config.yaml")

@@ -13,7 +13,7 @@ _ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 
 
 def __getattr__(name: str) -> Any:
-    """What is not here; see :mod:`hooktrain.compat.peers`."""
+    """Find what is not here in detectron2; see :mod:`hooktrain.compat.peers`."""
     otherwise = (
         f"{name!r} is of detectron2's model zoo: install detectron2 beside, or copy the "
         "configurations that you need (docs/migrating.md)"

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class AutogradProfiler(TorchProfiler):
-    """A :class:`TorchProfiler` that writes for the browser, for scripts that use it already.
+    """A :class:`TorchProfiler` that writes for the browser.
 
     Args:
         enable_predicate: see :class:`TorchProfiler`.

@@ -15,7 +15,7 @@ _SHARED = ("storage", "seed", "iter", "start_iter", "max_iter")
 
 
 def of_inner_trainer(name: str) -> Any:
-    """A property that is that of the trainer inside, which may also be set."""
+    """A property that reads and sets an attribute of the trainer inside."""
     return property(
         lambda self: getattr(self._trainer, name),
         lambda self, value: setattr(self._trainer, name, value),
@@ -28,7 +28,7 @@ class TrainerBase(engine.TrainerBase):
 
     Assign the inner one to ``self._trainer`` in the constructor, and let ``run_step`` do
     ``self._trainer.iter = self.iter; self._trainer.run_step()``, as detectron2's
-    ``DefaultTrainer``. The loop, the storage and the hooks are the outer one's; its hooks see
+    ``DefaultTrainer`` does. The loop, the storage and the hooks are the outer one's; its hooks see
     ``after_backward`` of the inner one. The inner one goes through the events of each run, and
     its state is saved and loaded with the outer one's, also where it has a ``state_dict`` of its
     own. Hooks that are registered with it are called, but their state is not saved.
@@ -138,9 +138,9 @@ def _unlink(inner: Any) -> None:
 
 
 def _for_inner(state_dict: State) -> dict[str, Any]:
-    """The state for the inner trainer: the hooks are the outer one's.
+    """The state for the inner trainer: the hooks in it are the outer one's.
 
-    detectron2, and hooktrain before, saved it under ``"_trainer"``.
+    Files of detectron2 have the state of the inner trainer under ``"_trainer"``.
     """
     return {**state_dict, "hooks": {}, **state_dict.get("_trainer", {})}
 
@@ -155,14 +155,14 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
         cur_iter: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        """Record losses at once, where there is no such trainer. A collective.
+        """Record losses at once, for a trainer that has a step of its own. Collective.
 
         Args:
             loss_dict: losses by name.
-            data_time: seconds that the step waited for data.
+            data_time: the seconds that the step waited for data.
             cur_iter: the iteration; None is the storage's. As in detectron2 0.6, the prefix
                 may stand here.
-            prefix: put before ``total_loss``.
+            prefix: is put before ``total_loss``.
 
         Raises:
             FloatingPointError: if the sum is not finite.
@@ -178,4 +178,4 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
 
 
 class AMPTrainer(engine.AMPTrainer, SimpleTrainer):
-    """The same in mixed precision: see :class:`hooktrain.engine.AMPTrainer`."""
+    """A :class:`SimpleTrainer` in mixed precision; see :class:`hooktrain.engine.AMPTrainer`."""
