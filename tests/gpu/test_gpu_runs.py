@@ -65,7 +65,9 @@ def convolutions_in(folder: Path, compiled: bool, *hooks: Any) -> SimpleTrainer:
         "float16",
         clip_grad={"max_norm": 1.0},
         # So that it overflows, and grows, in these few iterations.
-        grad_scaler=torch.amp.GradScaler(init_scale=2.0**40, growth_interval=4),
+        grad_scaler=torch.amp.GradScaler(
+            DEVICE.type, init_scale=2.0**40, growth_interval=4
+        ),
     )
     trainer = SimpleTrainer(model, Stream(), wrapper)
     trainer.seed = 0
