@@ -1,6 +1,8 @@
 """MMEngine's constructor of an optimizer in its wrapper, and its rules for parameters."""
 
+import logging
 from collections.abc import Mapping
+from difflib import get_close_matches
 from itertools import compress
 from typing import Any
 
@@ -12,6 +14,8 @@ from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.param_groups import NORMS, ParamGroup, group_trainable
 from hooktrain.utils.names import did_you_mean, refuse_overrides
+
+logger = logging.getLogger(__name__)
 
 Rules = Mapping[str, Any]
 
@@ -109,8 +113,8 @@ class DefaultOptimWrapperConstructor:
 
         Raises:
             TypeError: for a value of ``custom_keys`` that is no dict.
-            ValueError: for a part of a model, an unknown rule, or a multiplier of what the
-                optimizer does not have.
+            ValueError: for a part of a model, an unknown rule, a misspelt multiplier, or one of
+                what the optimizer does not have.
         """
         if prefix:
             raise ValueError(
@@ -125,6 +129,7 @@ class DefaultOptimWrapperConstructor:
                 )
             if value is not None:
                 rules[rule] = value
+        _check_custom_keys(rules.get("custom_keys", {}), module)
         base = {"lr": self.base_lr, "weight_decay": self.base_wd}
 
         def settings(
@@ -135,14 +140,35 @@ class DefaultOptimWrapperConstructor:
         params += group_trainable(module, settings)
 
 
+def _check_custom_keys(custom_keys: Rules, model: nn.Module) -> None:
+    """Refuse a misspelt multiplier, and warn of a key that no parameter has.
+
+    Both would silently do nothing: other settings of a key go to the optimizer's groups.
+    """
+    names = [_dotted(name) for name, _ in model.named_parameters()]
+    for key, custom in custom_keys.items():
+        for setting in custom:
+            near = get_close_matches(setting, _MULTIPLIED, n=1, cutoff=0.8)
+            if near and setting not in _MULTIPLIED:
+                raise ValueError(
+                    f"custom_keys[{key!r}]: {setting!r} should be {near[0]!r}"
+                )
+        # It is no error, since one configuration may serve many models.
+        if not any(key in name for name in names):
+            logger.warning("custom_keys: %r is in no parameter's name", key)
+
+
+def _dotted(name: str) -> str:
+    """The name as custom keys see it: that of a parameter of the model itself gets a dot."""
+    return name if "." in name else f".{name}"
+
+
 def _paramwise(
     name: str, module: nn.Module, parameter: nn.Parameter, rules: Rules, base: Rules
 ) -> ParamGroup:
     """The settings of a parameter under one of its names."""
     custom_keys = rules.get("custom_keys", {})
-    # The name of a parameter of the model itself begins with a dot.
-    dotted = name if "." in name else f".{name}"
-    keys = [key for key in custom_keys if key in dotted]
+    keys = [key for key in custom_keys if key in _dotted(name)]
     if keys:
         longest = min(keys, key=lambda key: (-len(key), key))
         settings = dict(custom_keys[longest])

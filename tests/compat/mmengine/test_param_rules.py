@@ -161,6 +161,15 @@ random_rules = examples(
 )
 
 
+def test_a_misspelt_multiplier_is_refused_and_an_unmatched_key_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match="'lr_mult'"):
+        ours(Net(), {"custom_keys": {"a": {"lr_mul": 0.1}}})
+    ours(Net(), {"custom_keys": {"encoder.nowhere": {"lr_mult": 0.1}}})
+    assert "'encoder.nowhere'" in caplog.text
+
+
 @random_rules
 @given(CONFIGS)
 def test_settings_are_those_of_mmengine(cfg: dict[str, Any]) -> None:
