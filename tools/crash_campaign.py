@@ -31,7 +31,7 @@ from typing import Any
 
 import compare_revisions
 import torch
-from crash_scripts import SCRIPTS, Variant
+from crash_scripts import ITERATIONS, SCRIPTS, Variant
 from tabulate import tabulate
 
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -277,7 +277,9 @@ def damage(folder: Path, fault: str, draw: random.Random) -> None:
 
 def outcome(folder: Path) -> Any:
     """What an undisturbed run and a disturbed one must have in common."""
-    state = read_checkpoint(str(folder / read_pointer(str(folder))))
+    # Not by the pointer: a fault may have damaged that when the run was complete.
+    last = [*folder.glob("model_final*"), *folder.glob(f"iter_{ITERATIONS}*")]
+    state = read_checkpoint(str(last[0]))
     for name in ("meta", "storage"):  # the date, and metrics that are times
         state.get("trainer", {}).pop(name, None)
     rows = []
