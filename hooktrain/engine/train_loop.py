@@ -90,8 +90,8 @@ class TrainerBase:
     ``after_train`` are the events of the hooks. A subclass that has something to do at one of
     them overrides it and calls ``super()``.
 
-    Before each iteration the loop seeds the random generators, by a function of the seed, the
-    iteration and the rank. So any iteration can be computed again.
+    Before each iteration, and before the end, the loop seeds the random generators, by a function
+    of the seed, the iteration and the rank. So any iteration can be computed again.
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
@@ -284,6 +284,9 @@ class TrainerBase:
         """Call every hook whose ``before_train`` ran, and raise the first error."""
         if self.succeeded:
             self.iter = self.max_iter
+            # A run that was complete when it began has seeded no step.
+            assert self.seed is not None
+            seed_step(self.seed, self.done, self._rank, "end")
         self.storage.iter = self.iter
         begun = self._begun or []
         self._begun = None

@@ -102,6 +102,11 @@ class ModelTrainer(TrainerBase):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._begun is not None:
+            raise RuntimeError(
+                "replace the optimizer between two runs: the schedules of this run keep "
+                "the one that it began with"
+            )
         self.optim_wrapper.optimizer = optimizer
 
     @property

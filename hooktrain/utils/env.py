@@ -5,6 +5,7 @@ import os
 import random
 from functools import cache, lru_cache
 from hashlib import blake2b
+from operator import index
 from struct import Struct
 from typing import Any
 
@@ -62,20 +63,23 @@ def seed_on_host(counter: int, *stream: int | str) -> int:
 
 @lru_cache
 def _hash(*stream: int | str) -> Any:
-    return blake2b(repr(stream).encode(), digest_size=_FOUR_SEEDS.size)
+    # A number of numpy has another repr than the same number of Python.
+    plain = tuple(part if isinstance(part, str) else index(part) for part in stream)
+    return blake2b(repr(plain).encode(), digest_size=_FOUR_SEEDS.size)
 
 
-def seed_step(seed: int, iteration: int, rank: int) -> None:
+def seed_step(seed: int, iteration: int, rank: int, event: str = "step") -> None:
     """Seed the global generators for one iteration of one rank.
 
-    The random numbers of a step are then a function of these three numbers.
+    The random numbers of a step are then a function of these numbers.
 
     Args:
         seed: the seed of the run, any integer.
         iteration: the iteration, from 0.
         rank: the rank of this process.
+        event: what draws: a step, or what comes between steps, such as an evaluation.
     """
-    for_device = seed_on_host(iteration, "step", seed, rank)
+    for_device = seed_on_host(iteration, event, seed, rank)
     module = device_module()
     # Some kinds of device (mps) have no state of being uninitialised.
     if module is not None and getattr(module, "is_initialized", lambda: True)():

@@ -666,3 +666,13 @@ def test_a_run_interrupted_inside_a_step_goes_on_with_that_step(precision: str) 
         t.optim_wrapper.state_dict().get("grad_scaler") for t in (interrupted, whole)
     ]
     assert scalers[0] == scalers[1]
+
+
+def test_in_a_run_the_optimizer_is_not_replaced() -> None:
+    def replace(trainer: Any) -> None:
+        trainer.optimizer = sgd(trainer.model)
+
+    trainer = linear_trainer(CallbackHook(before_step=replace))
+    with pytest.raises(RuntimeError, match="between two runs"):
+        trainer.train(max_iter=1)
+    replace(trainer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hooktrain.utils import env
-from hooktrain.utils.env import seed_all_rng, seed_step
+from hooktrain.utils.env import seed_all_rng, seed_on_host, seed_step
 
 
 def draw() -> tuple[float, float, float, list[float]]:
@@ -104,3 +104,8 @@ def test_a_device_is_seeded_for_a_step_once_it_is_in_use(
     seed_step(1, 2, 3)
     assert len(device) == used
     assert torch.initial_seed() not in device
+
+
+def test_a_seed_of_numpy_is_the_number_that_it_stands_for() -> None:
+    assert seed_on_host(3, "step", np.int64(977), 0) == 3031424243
+    assert seed_on_host(3, "step", 977, 0) == 3031424243

@@ -144,7 +144,7 @@ class PeriodicCheckpointer(HookBase):
             self.checkpointer.give_up()
             return
         is_shorter = trainer.max_iter != self.max_iter
-        if is_shorter and trainer.done > trainer.start_iter:
+        if is_shorter and trainer.done > 0:  # it may have been stopped before a resume
             self.max_iter = trainer.max_iter
             self._save(trainer.done - 1)
         self.checkpointer.wait()

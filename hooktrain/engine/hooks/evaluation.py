@@ -19,6 +19,7 @@ from hooktrain.evaluation import flatten_results_dict
 from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
+from hooktrain.utils.env import seed_step
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.periods import Period
 
@@ -30,7 +31,8 @@ _PATIENCE_SECONDS = 5.0
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
-    The results become metrics. Register it on every rank or on none. Every rank takes the results
+    The generators of random numbers are seeded before each call by the seed, the iteration and the
+    rank. The results become metrics. Register it on every rank or on none. Every rank takes the results
     of the main process, so that hooks that act on a metric do the same everywhere.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
@@ -84,6 +86,8 @@ class EvalHook(HookBase):
     def _do_eval(self) -> None:
         numbers: dict[str, float] = {}
         error: Exception | None = None
+        done = self.trainer.done
+        seed_step(self.trainer.seed, done, comm.data_parallel_rank(), "evaluation")
         try:
             self.last_results = self._func() or {}
             numbers = _as_numbers(self.last_results)

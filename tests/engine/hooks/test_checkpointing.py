@@ -9,7 +9,12 @@ from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer
-from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
+from hooktrain.engine.hooks import (
+    CallbackHook,
+    EarlyStopping,
+    EvalHook,
+    PeriodicCheckpointer,
+)
 from toys import Idle, LinearLoss, batches, linear_trainer
 
 
@@ -84,6 +89,27 @@ def test_a_failed_run_completes_the_checkpoint_that_was_under_way(
         run(tmp_path, 6, fail, options=options, period=3)
     assert names(tmp_path) == ["model_0000002" if sharded else "model_0000002.pth"]
     assert pointer(tmp_path) == names(tmp_path)[0]
+
+
+def test_a_stopped_run_that_was_killed_in_its_final_evaluation_is_completed(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    def start(evaluate: Any) -> Any:
+        losses = CallbackHook(after_step=lambda t: t.storage.put_scalar("loss", 1.0))
+        stopping = EarlyStopping("loss", "min", patience=3)
+        evaluation = EvalHook(0, evaluate)
+        return run(tmp_path, 9, losses, stopping, evaluation, options=options, period=2)
+
+    def kill() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(kill)
+    assert names(tmp_path) == ["model_0000001.pth", "model_0000003.pth"]
+    assert start(dict).iter == 4
+    assert pointer(tmp_path) == "model_final.pth"
+    file = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    assert file["iteration"] == file["trainer"]["iteration"] == 3
 
 
 class Accumulating(Idle):

@@ -1,8 +1,10 @@
 import copy
 import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from hooktrain.engine.hooks import (
     evaluation,
 )
 from hooktrain.utils import comm
-from toys import Idle, LinearLoss, linear_trainer
+from toys import Idle, LinearLoss, linear_trainer, net_trainer
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,43 @@ def test_a_name_that_training_logs_too_keeps_its_hint() -> None:
     hints = trainer.storage.smoothing_hints()
     assert hints["total_loss"]
     assert not hints["accuracy"]
+
+
+def draw() -> dict[str, float]:
+    return {
+        "torch": torch.rand(()).item(),
+        "numpy": float(np.random.rand()),
+        "python": random.random(),
+    }
+
+
+def test_evaluations_and_the_end_draw_by_seed_and_iteration() -> None:
+    at_the_end: list[dict[str, float]] = []
+
+    def run(start: int) -> list[list[tuple[float, int]]]:
+        end = CallbackHook(after_train=lambda _: at_the_end.append(draw()))
+        trainer = Idle(end, EvalHook(2, draw))
+        trainer.seed = 3
+        random.seed(start)
+        np.random.seed(start)
+        torch.manual_seed(start)
+        trainer.train(start, 5)
+        return [h.values() for h in trainer.storage.histories().values()]
+
+    whole, complete = run(0), run(5)
+    assert [[i for _, i in values] for values in whole] == [[1, 3, 5]] * 3
+    assert complete == [values[2:] for values in whole]
+    assert len({value for values in whole for value, _ in values}) == 9
+    assert at_the_end[0] == at_the_end[1]
+
+
+def test_a_step_after_an_evaluation_draws_as_without_one() -> None:
+    first, second = net_trainer(), net_trainer()
+    first.seed = second.seed = 3
+    second.register_hooks([EvalHook(1, draw)])
+    first.train(0, 3)
+    second.train(0, 3)
+    assert torch.equal(first.model.fc.weight, second.model.fc.weight)
 
 
 def broken() -> None:
