@@ -161,6 +161,15 @@ class PeriodicCheckpointer(HookBase):
             self.checkpointer.save(final, iteration=iteration, **extra)
             self.checkpointer.wait()
             return
+        self.save_numbered(iteration, on_full=self._go_on, **extra)
+
+    def save_numbered(self, iteration: int, **options: Any) -> None:
+        """Save ``{file_prefix}_{iteration}`` and delete what is too old, due or not.
+
+        Args:
+            iteration: the one just finished, from 0.
+            options: further arguments of ``checkpointer.save``.
+        """
         on_saved = None
         if self.max_to_keep is not None:
             on_saved = partial(
@@ -172,9 +181,8 @@ class PeriodicCheckpointer(HookBase):
         self.checkpointer.save(
             f"{self.file_prefix}_{iteration:07d}",
             on_saved=on_saved,
-            on_full=self._go_on,
             iteration=iteration,
-            **extra,
+            **options,
         )
 
     def _go_on(self, error: OSError) -> None:

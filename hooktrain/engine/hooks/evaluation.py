@@ -31,9 +31,9 @@ _PATIENCE_SECONDS = 5.0
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
-    The generators of random numbers are seeded before each call by the seed, the iteration and the
-    rank. The results become metrics. Register it on every rank or on none. Every rank takes the results
-    of the main process, so that hooks that act on a metric do the same everywhere.
+    Each call is seeded by the seed, the iteration and the rank. The results become metrics.
+    Register it on every rank or on none. Every rank takes the results of the main process, so that
+    hooks that act on a metric do the same everywhere.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
     what was trained is saved where that is due. A rank that fails among several waits some

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hooks.checkpointing import PeriodicCheckpointer
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 
@@ -29,7 +30,8 @@ class Preemption(HookBase):
     ranks stop after the same iteration, also if not all of them got the signal: they exchange their
     flags every ``sync_period`` iterations, or every ten seconds or so, if that is sooner. An
     accumulation that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written,
-    and ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
+    with the prefix and the ``max_to_keep`` of the run's :class:`PeriodicCheckpointer`. Then
+    ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
     SIGINT. There is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on
     as if nothing had happened.
 
@@ -105,11 +107,20 @@ class Preemption(HookBase):
         name = signal.Signals(self._agreed).name
         logger.warning("Ending the run after iteration %d: %s", trainer.iter, name)
         trainer.prepare_save()
-        self.checkpointer.save(f"model_{trainer.iter:07d}", iteration=trainer.iter)
+        self._saving().save_numbered(trainer.iter)
         # To a launcher, a rank that has ended has failed: it would end one that still writes.
         comm.on_all_ranks(self.checkpointer.wait)
         # The other hooks come first, so that train() can be called again, as in a notebook.
         trainer.raise_later(SystemExit(128 + self._agreed))
+
+    def _saving(self) -> PeriodicCheckpointer:
+        """What names and deletes the checkpoints of the run; or a new one, where nothing does."""
+        found = PeriodicCheckpointer(self.checkpointer, 1)
+        for hook in self.trainer.hooks:
+            is_saving = isinstance(hook, PeriodicCheckpointer)
+            if is_saving and hook.checkpointer is self.checkpointer:
+                found = hook
+        return found
 
     def _exchange(self, done: int) -> int:
         """The number of a signal that any rank got, or 0. A collective, when it is time for one."""

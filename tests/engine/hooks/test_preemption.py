@@ -79,6 +79,29 @@ def test_of_two_hooks_the_first_one_listens(tmp_path: Path) -> None:
     assert handlers() == before
 
 
+def test_it_names_and_keeps_checkpoints_as_the_run_does(tmp_path: Path) -> None:
+    for at in (1, 4, 7):
+        trainer = linear_trainer(signal_at(signal.SIGTERM, at))
+        saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+        best = PeriodicCheckpointer(Checkpointer(trainer.model), 1, file_prefix="best")
+        saving = PeriodicCheckpointer(saver, 100, None, 2, "net")
+        trainer.register_hooks([best, saving, Preemption(saver)])
+        saver.resume_or_load("")
+        with pytest.raises(SystemExit):
+            trainer.train(max_iter=10)
+    names = sorted(path.name for path in tmp_path.glob("*.pth"))
+    assert names == ["net_0000004.pth", "net_0000007.pth"]
+
+
+def test_without_a_periodic_checkpointer_it_saves_too(tmp_path: Path) -> None:
+    trainer = linear_trainer(signal_at(signal.SIGTERM, 1))
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks([Preemption(saver)])
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=10)
+    assert pointer(tmp_path) == "model_0000001.pth"
+
+
 # The ranks know of it at the next exchange, which is that of the last iteration.
 @pytest.mark.parametrize(("ranks", "iteration"), [(1, 7), (2, 5)])
 def test_a_signal_in_the_last_iteration_lets_the_run_finish(
