@@ -20,6 +20,7 @@ from hooktrain.checkpoint.files import (
 )
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.utils.file_io import (
+    MOVED_ASIDE,
     AnyPath,
     atomic_write,
     delete,
@@ -32,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
 
-# Files with other names may be anybody's. A folder that was moved aside has ".old-" in its name.
-OF_A_RUN = re.compile(r"(.+)_([0-9]{7,}|final)(\.pth|\.old-.+)?")
+# Files with other names may be anybody's.
+OF_A_RUN = re.compile(rf"(.+)_([0-9]{{7,}}|final)(\.pth|{MOVED_ASIDE})?")
 
 
 def write_pointer(save_dir: str, name: str) -> None:

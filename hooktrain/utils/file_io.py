@@ -1,8 +1,8 @@
 """Atomic replacement of files and folders, and one lock for each folder.
 
-A file is written under a temporary name in the same folder, ``.<name>.tmp-<pid>-<host>``. When it
-is complete and on the disk, it is renamed. Temporary files of a killed process are removed by the
-next one that locks the folder.
+A file is written under a temporary name in the same folder, which begins with a dot and ends with
+``.tmp-hooktrain-<pid>-<host>``. When it is complete and on the disk, it is renamed. Temporary files
+of a killed process are removed by the next one that locks the folder.
 """
 
 import errno
@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
-_TEMPORARY = re.compile(r"\.(.+)\.tmp-\d+-.+")
-_MOVED_ASIDE = re.compile(r"(.+)\.old-\d+-.+")
+# The end of the name of a folder that is being replaced. Other names may be anybody's.
+MOVED_ASIDE = r"\.old-hooktrain-\d+-.+"
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-hooktrain-\d+-.+")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 # The errors of file systems that cannot flush folders.
 _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}
@@ -88,7 +89,7 @@ def sweep(folder: AnyPath) -> None:
         try:
             if _TEMPORARY.fullmatch(entry.name):
                 _remove(entry)
-            moved = _MOVED_ASIDE.fullmatch(entry.name)
+            moved = re.fullmatch(rf"(.+){MOVED_ASIDE}", entry.name)
             if moved is not None:
                 target = entry.with_name(moved[1])
                 _put_back(entry, target)
@@ -98,7 +99,7 @@ def sweep(folder: AnyPath) -> None:
 
 def _put_back(aside: Path, target: Path) -> None:
     if target.exists():
-        _remove(aside)
+        delete(aside)
     else:
         os.rename(aside, target)
 
@@ -140,7 +141,8 @@ def replacing(path: AnyPath) -> Iterator[Path]:
 
     The rename is on the disk when the block is left. If anything fails before it, what was written
     is removed, and ``path`` stays as it was. A folder that is replaced is first renamed to
-    ``<name>.old-<pid>-<host>``, which :func:`sweep` puts back after a kill.
+    ``<name>.old-hooktrain-<pid>-<host>.<number>``, which :func:`sweep` puts back after a kill. What
+    the file system keeps of it, since somebody has it open, is swept later.
 
     Args:
         path: a file or a folder, which need not exist. Its parent must exist.
@@ -151,7 +153,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     """
     target = Path(path).absolute()
     temporary = temporary_path(target)
-    aside = target.with_name(f"{target.name}.old-{_owner()}")
+    aside = first_free(target.with_name(f"{target.name}.old-{_owner()}"))
     try:
         _remove(temporary)  # of a killed process that had the same number
         yield temporary
@@ -159,7 +161,8 @@ def replacing(path: AnyPath) -> Iterator[Path]:
             os.rename(target, aside)
         os.replace(temporary, target)
         sync_folder(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            delete(aside)
     except BaseException as error:
         # The first error says more, and sweep() removes what is left.
         with suppress(OSError):
@@ -196,7 +199,7 @@ def delete(path: AnyPath) -> None:
     """
     path = Path(path).absolute()
     if path.is_dir():
-        path = path.rename(temporary_path(path))
+        path = path.rename(first_free(temporary_path(path)))
     _remove(path)
 
 
@@ -243,7 +246,7 @@ def raise_disk_full(error: BaseException, path: Path) -> None:
 
 
 def _owner() -> str:
-    return f"{os.getpid()}-{socket.gethostname()}"
+    return f"hooktrain-{os.getpid()}-{socket.gethostname()}"
 
 
 def _remove(path: Path) -> None:

@@ -195,7 +195,7 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
     save(tmp_path / "a", 1)
-    kinds = [re.sub(r"tmp-\d+-.+", "tmp", name) for name in trace]
+    kinds = [re.sub(r"tmp-hooktrain-\d+-.+", "tmp", name) for name in trace]
     files = [".state.pth.tmp", ".a.tmp", ".manifest.pth.tmp", ".a.tmp"]
     assert kinds == ["__0_0.distcp", ".metadata.tmp", *files, "renamed", tmp_path.name]
 

@@ -187,7 +187,11 @@ def test_an_empty_or_missing_folder_starts_from_scratch(
 OTHERS = [
     *("model_final.pth", "model_best.pth", "metrics.json"),
     "model_123456.pth",  # six digits
-    *("model_0000001.pt", "model_0000001.pth.bak", ".model_0000001.pth.tmp-1-aaaaaaaa"),
+    *(
+        "model_0000001.pt",
+        "model_0000001.pth.bak",
+        ".model_0000001.pth.tmp-hooktrain-1-a",
+    ),
     *("model_ema_0000001.pth", "xmodel_0000001.pth", *names(1, 2, 3, prefix="other")),
 ]
 
@@ -292,14 +296,26 @@ def test_a_folder_that_was_moved_aside_counts_until_it_is_put_back(
     tmp_path: Path,
 ) -> None:
     path = save(tmp_path, "model_final", 9, sharded=True)
-    aside = path.rename(tmp_path / "model_final.old-99999-host")  # and killed then
+    aside = path.rename(
+        tmp_path / "model_final.old-hooktrain-99999-host"
+    )  # and killed then
     assert resumed(tmp_path) == 9
     Checkpointer(nn.Linear(1, 1), tmp_path).begin_run()
     assert not aside.exists()
     assert resumed(tmp_path) == 9
 
 
+def test_a_copy_that_somebody_has_put_aside_is_neither_resumed_nor_deleted(
+    tmp_path: Path,
+) -> None:
+    path = save(tmp_path, "model_0000009", 9, sharded=True)
+    path.rename(tmp_path / "model_0000009.old-2026-11-23")
+    assert resumed(tmp_path) is None
+    save(tmp_path, "model_0000019", 19)
+    assert files_to_delete(tmp_path, "model", 1, 29) == []
+
+
 def test_a_folder_that_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
     path = save(tmp_path, "model_0000009", 9, sharded=True)
-    path.rename(tmp_path / ".model_0000009.tmp-1-host")
+    path.rename(tmp_path / ".model_0000009.tmp-hooktrain-1-host")
     assert resumed(tmp_path) is None

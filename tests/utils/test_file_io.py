@@ -160,19 +160,21 @@ def folder_of(path: Path, content: str) -> Path:
     return path
 
 
-OWNER = "-1-host-2.example"
+OWNER = "-hooktrain-1-host-2.example"
 
 
 def test_what_a_killed_process_has_left_is_swept_by_who_locks_the_folder(
     tmp_path: Path,
 ) -> None:
     others = [f".tmp{OWNER}", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}", "model.pth"]
-    for name in [f".a.bin.tmp{OWNER}", *others]:
+    # Somebody has put a date behind the names.
+    others += ["notes.txt.old-2026-11-23", "b.old-2026-11-23", ".n.tmp-2026-11-23"]
+    for name in [f".a.bin.tmp{OWNER}", "b", *others]:
         (tmp_path / name).touch()
     folder_of(tmp_path / f".c.tmp{OWNER}", "half")
     (tmp_path / f".d.tmp{OWNER}").symlink_to(tmp_path)
     lock_folder(tmp_path)
-    assert names(tmp_path) == sorted([".lock", *others])
+    assert names(tmp_path) == sorted([".lock", "b", *others])
 
 
 def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
@@ -189,6 +191,43 @@ def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
     sweep(tmp_path)
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a" / "file").read_text() == "new"
+
+
+@pytest.fixture
+def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NFS does with a file that somebody has open: it stays under another name."""
+    unlink = os.unlink
+
+    def keep_open(path: str, *, dir_fd: int | None = None) -> None:
+        if path == "file":
+            os.rename(path, ".nfs01", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        elif path == ".nfs01":
+            raise OSError(errno.EBUSY, "busy", path)
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", keep_open)
+
+
+@pytest.mark.usefixtures("nfs")
+def test_a_folder_with_a_file_that_is_kept_open_is_replaced_as_often_as_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a"
+    for content in "1234":
+        with replacing(path) as temporary:
+            folder_of(temporary, content)
+        assert (path / "file").read_text() == content
+        assert [name for name in names(tmp_path) if not name.startswith(".")] == ["a"]
+    for _ in range(2):
+        folder_of(tmp_path / "b", "old")
+        with pytest.raises(OSError, match=r"\.b\.tmp"):
+            delete(tmp_path / "b")
+    folder_of(tmp_path / f"a.old{OWNER}", "of a killed run")
+    sweep(tmp_path)
+    sweep(tmp_path)
+    assert [name for name in names(tmp_path) if not name.startswith(".")] == ["a"]
+    assert "Cannot remove" in caplog.text
 
 
 def test_a_folder_that_is_deleted_loses_its_name_first(

@@ -567,7 +567,8 @@ class _Checkpointer(Checkpointer):
 
     # Also MMEngine's names, such as iter_70.pth, but not best_accuracy_epoch_3.pth.
     _of_a_run: ClassVar = re.compile(
-        r"(iter|epoch|.+(?=_[0-9]{7}|_final))_([0-9]+|final)(\.pth|\.old-.+)?"
+        r"(iter|epoch|.+(?=_[0-9]{7}|_final))_([0-9]+|final)"
+        r"(\.pth|\.old-hooktrain-.+)?"
     )
     strategy: BaseStrategy
     callback: Callback = None

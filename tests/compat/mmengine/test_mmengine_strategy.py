@@ -429,7 +429,7 @@ def test_the_newest_intact_checkpoint_of_mmengines_names_is_resumed(
 
 
 def test_the_first_save_removes_what_a_killed_run_has_left(tmp_path: Path) -> None:
-    left = tmp_path / ".iter_3.pth.tmp-1-elsewhere"
+    left = tmp_path / ".iter_3.pth.tmp-hooktrain-1-elsewhere"
     left.write_bytes(b"half of a file")
     prepared(tmp_path).save_checkpoint(tmp_path / "iter_3.pth")
     assert not left.exists()
