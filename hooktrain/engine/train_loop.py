@@ -75,6 +75,12 @@ class HookBase:
         """The state that a resumed run needs, in tensors and plain types."""
         return {}
 
+    def check_state_dict(self, state_dict: State) -> None:
+        """Raise a ValueError if ``load_state_dict`` could not load a state; change nothing.
+
+        A resume asks all hooks, on all ranks, before it loads anything.
+        """
+
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned."""
         logger.warning(
@@ -401,18 +407,22 @@ class TrainerBase:
         """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown part, or for the state of a hook that is not registered.
+            ValueError: for an unknown part, for the state of a hook that is not registered, or if
+                a hook refuses its state.
         """
-        parts = self._chosen(only)
+        if "hooks" not in self._chosen(only):
+            return
+        hooks = self._named_hooks()
+        states = state_dict.get("hooks", {})
+        lost = [key for key in states if key not in hooks]
         # The state is the main process's, and other ranks may have fewer hooks.
-        if "hooks" in parts and comm.is_main_process():
-            hooks = self._named_hooks()
-            lost = [key for key in state_dict.get("hooks", {}) if key not in hooks]
-            if lost:
-                raise ValueError(
-                    f"the checkpoint has states of hooks that are not registered: {lost}; "
-                    f"there are {list(hooks)}. Register them, or load other parts only"
-                )
+        if lost and comm.is_main_process():
+            raise ValueError(
+                f"the checkpoint has states of hooks that are not registered: {lost}; "
+                f"there are {list(hooks)}. Register them, or load other parts only"
+            )
+        for key in states.keys() & hooks.keys():
+            hooks[key].check_state_dict(states[key])
 
     def _chosen(self, only: Collection[str] | None) -> frozenset[str]:
         """The parts of the state to load."""

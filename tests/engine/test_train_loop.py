@@ -258,6 +258,34 @@ def test_a_hook_that_cannot_load_does_not_break_the_resume(
     assert "no load_state_dict" in caplog.text
 
 
+class Refuses(Counter):
+    """Takes no count above 3."""
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        if state_dict["count"] > 3:
+            raise ValueError("too many")
+
+
+def test_a_hook_may_refuse_a_state_before_anything_is_changed(tmp_path: Path) -> None:
+    def make() -> tuple[Any, Checkpointer]:
+        trainer, saver = own_loop(SimpleTrainer, tmp_path, [])
+        trainer.register_hooks([Counter(), Refuses()], before="PeriodicCheckpointer")
+        return trainer, saver
+
+    first, saver = make()
+    first.train(max_iter=3)
+    second, saver = make()
+    saver.resume_or_load("")
+    second.train(max_iter=5)
+    third, saver = make()
+    before = third.model.fc.weight.clone()
+    with pytest.raises(ValueError, match="too many"):
+        saver.resume_or_load("")
+    assert torch.equal(third.model.fc.weight, before)
+    assert (third.done, third.hooks[0].count) == (0, 0)
+    third.load_state_dict(second.state_dict(), only={"iteration"})
+
+
 def test_the_state_of_a_hook_that_is_gone_is_refused() -> None:
     saved, loaded = Trainer(), Trainer()
     saved.register_hooks([Counter(7)])

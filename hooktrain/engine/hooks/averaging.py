@@ -92,6 +92,14 @@ class EMA(HookBase):
         """The averaged weights and the number of updates."""
         return self.average.state_dict()
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse the average of a model with other parameters."""
+        different = _shapes(state_dict) ^ _shapes(self.state_dict())
+        if different:
+            raise ValueError(
+                f"the state has the average of another model: {sorted(different)[:6]} differ"
+            )
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; a sharded model takes whole tensors too."""
         load_model_state(self.average, state_dict, strict=True)
@@ -154,6 +162,10 @@ class PreciseBN(HookBase):
         """The position in the data, if the loader knows it."""
         return self._batches.state_dict()
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the loader refuse the state of other data."""
+        self._batches.check_state_dict(state_dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self._batches.load_state_dict(state_dict)
@@ -164,3 +176,7 @@ def _refuse_another(hook: HookBase, model: nn.Module) -> None:
     problem = another_model(type(hook).__name__, model.parameters(), trained)
     if problem:
         raise ValueError(problem)
+
+
+def _shapes(state: Mapping[str, Any]) -> set[tuple[str, Any]]:
+    return {(name, tuple(value.shape)) for name, value in state.items()}

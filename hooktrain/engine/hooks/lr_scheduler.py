@@ -40,8 +40,8 @@ class LRScheduler(HookBase):
     Raises:
         TypeError: when training starts, for what is no schedule.
         ValueError: when training starts, if a schedule is of another optimizer, is there twice,
-            lacks its metric, or counts epochs and the trainer has no ``epoch_length``; if a state
-            of other schedulers was loaded; in a run, if a metric is not there after the first
+            lacks its metric, or counts epochs and the trainer has no ``epoch_length``; when a state
+            of other schedulers is loaded; in a run, if a metric is not there after the first
             evaluation.
 
     Attributes:
@@ -74,24 +74,19 @@ class LRScheduler(HookBase):
         self._driven: list[Any] = []  # rates, and what sets them
         self._schedulers = {}
         optimizers = self._optimizers()
-        if self.scheduler is None:
-            self.scheduler = getattr(self.trainer, "scheduler", None)
-        named = self.scheduler
-        if not isinstance(named, Mapping) or "type" in named:
-            named = dict.fromkeys(optimizers, named)
-        for name, given in named.items():
+        for name, schedules in self._given().items():
             optimizer = _unwrapped(optimizers[name])
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             self._recorded.append((f"{name}.lr" if name else "lr", group))
-            schedules = given if isinstance(given, list | tuple) else [given]
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
         self._refuse_twice()
         if not self._driven:
             logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
-            # detectron2's is the state of the only scheduler.
-            states = self._loaded.get("schedulers", {"": [self._loaded]})
-            self._load(states)
+            self.check_state_dict(self._loaded)
+            for name, states in _states(self._loaded).items():
+                for schedule, state in zip(self._schedulers[name], states, strict=True):
+                    schedule.load_state_dict(state)
             self._seen_iters = dict(self._loaded.get("seen_iters", {}))
             self._loaded = {}
 
@@ -100,6 +95,19 @@ class LRScheduler(HookBase):
         wrapper = getattr(self.trainer, "optim_wrapper", None)
         found = self._optimizer or wrapper or self.trainer.optimizer
         return found if isinstance(found, Mapping) else {"": found}
+
+    def _given(self) -> dict[str, list[Any]]:
+        """The schedules as they were given, by the names of their optimizers."""
+        if self.scheduler is None:
+            self.scheduler = getattr(self.trainer, "scheduler", None)
+        named = self.scheduler
+        if not isinstance(named, Mapping) or "type" in named:
+            named = dict.fromkeys(self._optimizers(), named)
+        given = {}
+        for name, schedules in named.items():
+            is_list = isinstance(schedules, list | tuple)
+            given[name] = list(schedules) if is_list else [schedules]
+        return given
 
     def begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
         """Decide when a schedule steps; a subclass may know other kinds of schedules.
@@ -210,20 +218,24 @@ class LRScheduler(HookBase):
             states[name] = [scheduler.state_dict() for scheduler in schedulers]
         return {"schedulers": states, "seen_iters": dict(self._seen_iters)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned, when training starts."""
-        self._loaded = dict(state_dict)
-
-    def _load(self, states: Mapping[str, list[Any]]) -> None:
-        here = {name: len(each) for name, each in self._schedulers.items()}
-        saved = {name: len(each) for name, each in states.items()}
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse the state of other schedulers."""
+        here = {name: len(each) for name, each in self._given().items()}
+        saved = {name: len(each) for name, each in _states(state_dict).items()}
         if here != saved:
             raise ValueError(
                 f"the state has so many schedulers: {saved}, and this run: {here}"
             )
-        for name, schedulers in self._schedulers.items():
-            for scheduler, state in zip(schedulers, states[name], strict=True):
-                scheduler.load_state_dict(state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, when training starts."""
+        self._loaded = dict(state_dict)
+
+
+def _states(state_dict: Mapping[str, Any]) -> Mapping[str, list[Any]]:
+    """The states of the schedulers by name; detectron2's is that of the only one."""
+    states: Mapping[str, list[Any]] = state_dict.get("schedulers", {"": [state_dict]})
+    return states
 
 
 def _unwrapped(optimizer: Any) -> Any:

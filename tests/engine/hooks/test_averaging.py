@@ -62,6 +62,23 @@ def test_an_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) 
     assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
 
 
+def test_the_average_of_another_model_is_refused_before_anything_is_loaded() -> None:
+    saved = linear_trainer()
+    saved.register_hooks([EMA(saved.model)])
+    saved.train(0, 1)
+    other = linear_trainer()
+    extended = copy.deepcopy(other.model)
+    extended.fc = nn.Linear(4, 5)  # the average was made before the head was replaced
+    ema = EMA(extended)
+    other.register_hooks([ema])
+    before = copy.deepcopy(ema.state_dict())
+    with pytest.raises(ValueError, match="fc"):
+        other.load_state_dict(saved.state_dict())
+    assert other.done == 0
+    for name, value in ema.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 @pytest.mark.parametrize(
     "make", [EMA, lambda model: PreciseBN(1, model, [torch.ones(2, 2)], 1)]
 )

@@ -164,7 +164,10 @@ def test_the_state_of_other_schedulers_is_refused(
     given = {name: all_kinds(second)[schedulers]}
     second.epoch_length = 3
     second.register_hooks([LRScheduler({name: second.optimizer}, given, "val")])
-    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=re.escape(there_are)):
+        second.load_state_dict(first.state_dict())
+    assert second.done == 0
+    second.hooks[-1].load_state_dict(first.hooks[-1].state_dict())
     with pytest.raises(ValueError, match=re.escape(there_are)):
         second.train(max_iter=4)
 
