@@ -1,6 +1,7 @@
 """The base classes of writers of metrics, and a writer for experiment trackers."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hooktrain.events.history import Entry, HistoryBuffer
@@ -39,12 +40,19 @@ class ScalarWriter(EventWriter):
     A subclass defines :meth:`write_scalars`.
 
     Args:
-        name: the name under which the storage keeps how much the writer has written.
+        kind: what it writes to, such as ``"tensorboard"``.
         window_size: how many iterations to smooth over, where a metric's hint says so.
+
+    Attributes:
+        name: the name under which the storage keeps how much the writer has written. A
+            ``PeriodicWriter`` gives each writer of a run a name of its own.
+        path: the absolute path of the only file that it writes, if there is one.
     """
 
-    def __init__(self, name: str, window_size: int) -> None:
-        self._name = name
+    path: Path | None = None
+
+    def __init__(self, kind: str, window_size: int) -> None:
+        self.name = self.kind = kind
         self._window_size = window_size
         self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
 
@@ -95,12 +103,12 @@ class ScalarWriter(EventWriter):
         for name, history in storage.histories().items():
             counts[name] = history.count
             self._counts[history] = history.count
-        storage.written[self._name] = counts
+        storage.written[self.name] = counts
 
     def rewind(self, iteration: int) -> None:
         """Continue after the last write before the storage was saved."""
         storage = get_event_storage()
-        written = storage.written.get(self._name, {})
+        written = storage.written.get(self.name, {})
         self._counts = {}
         for name, history in storage.histories().items():
             self._counts[history] = written.get(name, 0)

@@ -28,6 +28,7 @@ from hooktrain.engine.hooks import (
 from hooktrain.events import (
     CommonMetricPrinter,
     EventWriter,
+    FunctionWriter,
     JSONWriter,
     TensorboardXWriter,
     get_event_storage,
@@ -204,6 +205,52 @@ def test_the_files_of_a_resumed_run_are_those_of_an_undisturbed_one(
     assert (twice / "metrics.json").read_text() == (once / "metrics.json").read_text()
     assert points(twice) == points(once)
     assert len(points(once)["accuracy"]) == 20
+
+
+def train_with_four(folder: Path, end: int, log: list[Any]) -> Any:
+    """Two files of one name, and two functions, each with a period of its own."""
+
+    def put(trainer: Any) -> None:
+        trainer.storage.put_scalar("loss", math.sin(trainer.iter))
+
+    def note(period: int) -> FunctionWriter:
+        return FunctionWriter(lambda metrics, step: log.append((period, step)))
+
+    trainer = Idle(CallbackHook(after_step=put))
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=trainer)
+    for period, name in ((2, "often"), (5, "seldom")):
+        file = JSONWriter(folder / name / "metrics.json")
+        trainer.register_hooks([PeriodicWriter([file, note(period)], period)])
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 3)])
+    checkpointer.resume_or_load("")
+    trainer.train(max_iter=end)
+    return trainer
+
+
+def test_writers_of_one_name_go_on_each_by_itself(tmp_path: Path) -> None:
+    logs: tuple[list[Any], ...] = ([], [])
+    train_with_four(tmp_path / "once", 12, logs[0])
+    half = train_with_four(tmp_path / "twice", 9, logs[1])
+    (tmp_path / "twice" / "model_final.pth").unlink()  # the run goes back to 5
+    sizes = half.storage.file_sizes
+    assert sorted(sizes) == ["often/metrics.json", "seldom/metrics.json"]
+    del logs[1][:]
+    train_with_four(tmp_path / "twice", 12, logs[1])
+    for name in ("often/metrics.json", "seldom/metrics.json"):
+        once, twice = (tmp_path / run / name for run in ("once", "twice"))
+        assert twice.read_text() == once.read_text()
+    assert logs[1] == [entry for entry in logs[0] if entry[1] > 5]
+
+
+def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    both = [JSONWriter(path), JSONWriter(tmp_path / "." / "metrics.json")]
+    with pytest.raises(ValueError, match="twice"):
+        Idle(PeriodicWriter(both[:1]), PeriodicWriter(both[1:])).train(0, 1)
+    assert not path.exists()
+    trainer = Idle(PeriodicWriter(both[:1], 2), PeriodicWriter(both[:1], 3))
+    trainer.train(0, 4)  # one writer with two periods
+    assert list(trainer.storage.file_sizes) == ["metrics.json"]
 
 
 class Full(Recorder):
