@@ -11,7 +11,7 @@ from typing import Any
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import atomic_write
+from hooktrain.utils.file_io import atomic_write, lock_folder
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,10 @@ class JSONWriter(ScalarWriter):
         """Remove what was written after the storage was saved, or from ``iteration`` on.
 
         Incomplete lines are removed too. If a power cut has taken lines that were written before,
-        the log says so.
+        the log says so. The folder of a file that is there is locked first.
+
+        Raises:
+            RuntimeError: if another run is using the folder.
         """
         if not comm.is_main_process():
             return
@@ -77,6 +80,7 @@ class JSONWriter(ScalarWriter):
         saved_size = storage.file_sizes.get(self.name)
         data = b""
         if self.path.exists():
+            lock_folder(self.path.parent)  # the lines may be another run's
             data = self.path.read_bytes()
         if saved_size is not None:
             saved_at = iteration - 1

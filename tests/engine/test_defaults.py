@@ -1,5 +1,6 @@
 """What most scripts share, and the trainer that builds itself, also for models with a step."""
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -35,7 +36,7 @@ from hooktrain.solver import (
 )
 from hooktrain.utils.logger import close_logger, setup_logger
 from runs import build, last_results, train
-from toys import StopOnce
+from toys import StopOnce, linear_trainer
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
 
@@ -263,6 +264,26 @@ def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
         # Looking at its checkpoints is no harm.
         default_setup(config(folder), Namespace(eval_only=True))
         other.kill()
+
+
+def test_a_script_that_is_started_twice_leaves_the_first_ones_metrics(
+    tmp_path: Path,
+) -> None:
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text('{"iteration": 19, "total_loss": 1.0}\n')
+    trainer = linear_trainer()
+    trainer.register_hooks(
+        default_hooks(
+            checkpointer=Checkpointer(trainer.model, tmp_path, trainer=trainer),
+            checkpoint_period=100,
+            writers=default_writers(str(tmp_path)),
+        )
+    )
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another process does
+        with pytest.raises(RuntimeError, match="in use"):
+            trainer.train(max_iter=1)
+    assert metrics.read_text() == '{"iteration": 19, "total_loss": 1.0}\n'
 
 
 def test_an_output_folder_that_is_an_address_is_refused_before_anything_is_made(
