@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hooktrain.checkpoint.files import (
@@ -35,6 +36,8 @@ POINTER = "last_checkpoint"
 
 # Files with other names may be anybody's.
 OF_A_RUN = re.compile(rf"(.+)_([0-9]{{7,}}|final)(\.pth|{MOVED_ASIDE})?")
+# The best model of a run, from which none resumes.
+_BEST_OF_A_RUN = re.compile(rf"(.+_)?best(\.pth|{MOVED_ASIDE})?")
 
 
 def write_pointer(save_dir: str, name: str) -> None:
@@ -194,7 +197,8 @@ def set_folder_aside(folder: AnyPath) -> Path | None:
     main process calls it before a new run writes anything.
 
     Returns:
-        The new path of the old folder; None if that has nothing to resume from, and stays.
+        The new path of the old folder; None if that has nothing to resume from and no best model,
+        and stays.
 
     Raises:
         RuntimeError: if another run is using it.
@@ -202,7 +206,8 @@ def set_folder_aside(folder: AnyPath) -> Path | None:
         OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()
-    if next(names_to_resume(path), None) is None:
+    has_best = any(map(_BEST_OF_A_RUN.fullmatch, checkpoint_names(path)))
+    if not has_best and next(names_to_resume(path), None) is None:
         return None
     if Path.cwd().is_relative_to(path):
         raise ValueError(
@@ -215,3 +220,37 @@ def set_folder_aside(folder: AnyPath) -> Path | None:
     path.mkdir()
     unlock_folder(path)
     return aside
+
+
+def find_set_aside(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
+    """Where a checkpoint of a folder is after :func:`set_folder_aside`.
+
+    Args:
+        checkpoint: its path, as it was before.
+        folder: the folder that was renamed, if any was.
+        aside: the new path of the folder, if this start has renamed it. Otherwise an earlier start
+            may have, and the newest checkpoint of that name is meant.
+
+    Returns:
+        The new path, or ``checkpoint`` itself if that is there or was of another folder.
+    """
+    home = Path(folder).resolve()
+    path = Path(checkpoint).resolve()
+    if path.exists() or path.parent != home:
+        return checkpoint
+    found = []
+    for other in home.parent.iterdir():
+        is_numbered = re.fullmatch(re.escape(home.name) + r"\.\d+", other.name)
+        moved = other / path.name
+        if is_numbered and moved.exists():
+            found.append((other == aside, os.path.getmtime(moved), moved))
+    return str(max(found)[-1] if found else path)
+
+
+def saved_seed(save_dir: AnyPath) -> int | None:
+    """The seed that the newest readable checkpoint of a trainer holds; None without any."""
+    for name in names_to_resume(save_dir):
+        with suppress(OSError, CorruptCheckpointError, LookupError):
+            state = read_checkpoint(os.path.join(save_dir, name), "meta")
+            return int(state["trainer"]["seed"])
+    return None

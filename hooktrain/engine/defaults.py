@@ -4,7 +4,6 @@ import argparse
 import difflib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import torch
 
 from hooktrain import events
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import set_folder_aside
+from hooktrain.checkpoint.resume import find_set_aside, saved_seed, set_folder_aside
 from hooktrain.config import ConfigDict, LazyConfig, resolve
 from hooktrain.engine import hooks
 from hooktrain.events import EventWriter
@@ -95,7 +94,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         cfg: a configuration; of it, ``train.output_dir``, ``train.seed`` and
             ``train.cudnn_benchmark`` are looked at. A seed that is None or negative is
             drawn and stored back; a resumed run takes that of the configuration in the
-            folder. Each rank is seeded with the seed plus its rank.
+            folder or, if that is damaged, of a checkpoint. Each rank is seeded with the
+            seed plus its rank.
         args: the command line's arguments; of them, ``resume``, ``log_level`` and
             ``eval_only``, if there. With ``eval_only`` nothing but the log is written, and
             another run may be using the folder. A restart by torchrun is a resume too.
@@ -119,7 +119,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     if folder:
         folder = train["output_dir"] = on_disk(folder)
         aside = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
-        train["init_checkpoint"] = _find(train.get("init_checkpoint", ""), folder)
+        initial = train.get("init_checkpoint", "")
+        train["init_checkpoint"] = find_set_aside(initial, folder, aside)
     setup_logger(
         folder or None,
         distributed_rank=comm.get_rank(),
@@ -135,7 +136,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     logger.debug("Command line arguments: %s", args)
     path = Path(folder or "", "config.json")
     earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
-    _seed(train, earlier)
+    _seed(train, folder if resumes else None, earlier)
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if folder and comm.is_main_process() and not eval_only:
@@ -158,26 +159,28 @@ def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
     return aside
 
 
-def _find(checkpoint: str, folder: str) -> str:
-    """Where a checkpoint of the folder is now, which this or an earlier start has renamed."""
-    home = Path(folder).resolve()
-    path = Path(checkpoint).resolve()
-    if path.exists() or path.parent != home:
-        return checkpoint
-    found = home.parent.glob(f"{home.name}.*/{path.name}")
-    return str(max(found, key=os.path.getmtime, default=path))
-
-
 def _read(path: Path) -> str:
-    return path.read_text("utf-8") if path.is_file() else ""
+    return path.read_text("utf-8", "replace") if path.is_file() else ""
 
 
-def _seed(train: Any, earlier: str) -> None:
-    """Seed this process, by the earlier start's drawn seed if this one is to draw one."""
+def _seed(train: Any, folder: str | None, earlier: str) -> None:
+    """Seed this process, by the seed of the run in the folder if this one is to draw one."""
     seed = train.get("seed")
-    if earlier and (seed is None or seed < 0):
-        seed = json.loads(earlier).get("train", {}).get("seed")
+    if folder and (seed is None or seed < 0):
+        seed = on_main_process(partial(_drawn_seed, folder, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
+
+
+def _drawn_seed(folder: str, earlier: str) -> Any:
+    """The seed of the run in a folder, by its configuration or else by a checkpoint."""
+    try:
+        return json.loads(earlier)["train"]["seed"]
+    except (ValueError, LookupError, TypeError):
+        seed = saved_seed(folder)
+    if seed is not None:
+        message = "config.json is missing or damaged: a checkpoint has the seed %d"
+        logger.warning(message, seed)
+    return seed
 
 
 def _log_changes(before: str, now: str) -> None:

@@ -193,6 +193,36 @@ def test_a_second_stage_starts_from_the_folder_that_it_has_renamed(
     assert_equal(start(folder, stage).model.state_dict(), second)
 
 
+def test_the_folder_that_was_set_aside_is_searched_and_no_other_experiment(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "out[1]"  # the name is no pattern
+    first = start(folder, stop=6).model.state_dict()
+    for sibling in ("out[1].v2", "out[1].7", "out1.1"):  # other experiments, and newer
+        start(tmp_path / sibling, "train.seed=3", stop=6)
+    stage = f"train.init_checkpoint={folder / 'model_final.pth'}"
+    assert_equal(start(folder, stage).model.state_dict(), first)
+    shutil.rmtree(tmp_path / "out[1].7")
+    # Killed before its first checkpoint, and submitted again.
+    assert_equal(start(folder, stage).model.state_dict(), first)
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"train": {"se', b"\x00\xff", b"[]"])
+def test_without_a_good_config_json_the_seed_is_that_of_a_checkpoint(
+    content: bytes | None, folder: Path
+) -> None:
+    drawn = start(folder, "train.seed=null", stop=4).seed
+    (folder / "model_0000003.pth").write_bytes(b"broken too")
+    if content is None:
+        (folder / "config.json").unlink()
+    else:
+        (folder / "config.json").write_bytes(content)
+    np.random.seed(1)  # another seed would be drawn
+    assert start(folder, "train.seed=null", stop=6, resume=True).seed == drawn
+    assert f"seed {drawn}" in (folder / "log.txt").read_text()
+    assert LazyConfig.load(folder / "config.json").train.seed == drawn
+
+
 @pytest.mark.parametrize("key", ["seed", "max_iter"])
 def test_a_resume_executes_nothing_of_the_output_folder(key: str, folder: Path) -> None:
     start(folder, stop=2)
