@@ -87,7 +87,6 @@ SIGNATURES = {
     "compat.detectron2.reduce_dict": "input_dict, average=True",
     "utils.env.seed_all_rng": "seed=None",
     "compat.detectron2.create_small_table": "small_dict",
-    "compat.detectron2.log_every_n": "lvl, msg, n=1, *, name=None",
     "compat.detectron2.log_every_n_seconds": "lvl, msg, n=1, *, name=None",
     "compat.detectron2.log_first_n": "lvl, msg, n=1, *, name=None, key='caller'",
     "compat.detectron2.setup_logger": (
@@ -135,7 +134,6 @@ SIGNATURES = {
     "compat.detectron2.ToIterableDataset": (
         "dataset, sampler, shard_sampler=True, shard_chunk_size=1"
     ),
-    "compat.detectron2.data.GroupedBatchSampler": "sampler, group_ids, batch_size",
     "data.samplers.InferenceSampler": "size",
     "compat.detectron2.data.RepeatFactorTrainingSampler": (
         "repeat_factors, *, shuffle=True, seed=None"

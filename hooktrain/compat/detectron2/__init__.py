@@ -53,7 +53,6 @@ from hooktrain.compat.detectron2.config import (
 )
 from hooktrain.compat.detectron2.data import (
     DatasetFromList as DatasetFromList,
-    GroupedBatchSampler as GroupedBatchSampler,
     MapDataset as MapDataset,
     RepeatFactorTrainingSampler as RepeatFactorTrainingSampler,
     ToIterableDataset as ToIterableDataset,
@@ -96,7 +95,6 @@ from hooktrain.compat.detectron2.utils import (  # type: ignore[assignment]
     TensorboardXWriter as TensorboardXWriter,
     Timer as Timer,
     create_small_table as create_small_table,
-    log_every_n as log_every_n,
     log_every_n_seconds as log_every_n_seconds,
     log_first_n as log_first_n,
     setup_logger as setup_logger,

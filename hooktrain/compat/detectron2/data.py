@@ -4,7 +4,7 @@ import copy
 import math
 import pickle
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -76,61 +76,26 @@ class RepeatFactorTrainingSampler(StreamSampler):
             for image in dataset_dicts
         ]
         counts = Counter(chain.from_iterable(images))
-        rarest = [
-            min((counts[category] for category in image), default=math.inf)
-            for image in images
-        ]
-        ratios = repeat_thresh * len(images) / torch.tensor(rarest, dtype=torch.float64)
-        if sqrt:
-            ratios = ratios.sqrt()
-        return ratios.clamp(min=1.0).float()
+        power = 0.5 if sqrt else 1.0
+        factors = []
+        for image in images:
+            rarest = min((counts[category] for category in image), default=math.inf)
+            ratio = repeat_thresh * len(images) / rarest
+            factors.append(max(ratio**power, 1.0))
+        return torch.tensor(factors)
 
     def epoch_indices(self, epoch: int) -> Tensor:
         """The samples of this epoch, each repeated; the number differs between epochs."""
         generator = self.generator(epoch)
-        whole = self.repeat_factors.floor()
-        chance = torch.rand(len(whole), generator=generator, dtype=torch.float64)
-        is_one_more = chance < self.repeat_factors - whole
-        repeats = (whole + is_one_more).long()
+        factors = self.repeat_factors
+        chance = torch.rand(len(factors), generator=generator, dtype=factors.dtype)
+        # One more than the whole factor, if the chance is below the fraction.
+        repeats = (factors - chance).ceil().long()
         indices = torch.repeat_interleave(repeats)
         if self.shuffle:
             order = torch.randperm(len(indices), generator=generator)
             indices = indices[order]
         return indices
-
-
-class GroupedBatchSampler(Sampler[list[int]]):
-    """Gives batches whose samples belong to one group each, such as one aspect ratio.
-
-    Batches come in the order in which they fill up. What is left in a group at the end of a finite
-    sampler stays for the next iteration over this object.
-
-    Args:
-        sampler: gives the indices.
-        group_ids: a group for each index.
-        batch_size: samples in a batch, at least 1.
-
-    Raises:
-        ValueError: for a batch size below 1.
-    """
-
-    def __init__(
-        self, sampler: Sampler[int], group_ids: Sequence[int], batch_size: int
-    ) -> None:
-        if batch_size < 1:  # no batch would ever be full
-            raise ValueError(f"batch_size must be at least 1, but got {batch_size!r}")
-        self.sampler = sampler
-        self.group_ids = [int(group) for group in group_ids]
-        self.batch_size = batch_size
-        self._open: defaultdict[int, list[int]] = defaultdict(list)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for index in self.sampler:
-            group = self.group_ids[index]
-            batch = self._open[group]
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                yield self._open.pop(group)
 
 
 class DatasetFromList(Dataset[Any]):

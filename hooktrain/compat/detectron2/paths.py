@@ -17,13 +17,10 @@ class PathHandler:
     which are given the address. What it does not define is done with the file at the local path.
     """
 
+    _get_local_path: Callable[..., str]
+
     def _get_supported_prefixes(self) -> list[str]:
         return []
-
-    def _get_local_path(self, path: str, **kwargs: Any) -> str:
-        raise NotImplementedError(
-            f"{type(self).__name__} must define _get_local_path for {path!r}"
-        )
 
 
 # Files on the web are found without a handler.

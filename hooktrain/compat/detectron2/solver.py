@@ -26,12 +26,6 @@ def __getattr__(name: str) -> Any:
     return of_detectron2(name)
 
 
-def _part(where: float, parts: int) -> int:
-    """In which of so many equal parts of a run the progress is, from 0."""
-    reached = int((where + ROUNDING) * parts)
-    return min(reached, parts - 1)
-
-
 @dataclass
 class StepParamScheduler(solver.ParamScheduler):
     """``values[int(w * len(values))]``: each value for an equal share of the run.
@@ -53,11 +47,12 @@ class StepParamScheduler(solver.ParamScheduler):
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        return self.values[_part(where, len(self.values))]
+        parts = len(self.values)
+        reached = int((where + ROUNDING) * parts)
+        return self.values[min(reached, parts - 1)]
 
 
-@dataclass
-class StepWithFixedGammaParamScheduler(solver.ParamScheduler):
+class StepWithFixedGammaParamScheduler(StepParamScheduler):
     """``base_value * gamma ** int(w * (num_decays + 1))``, at most ``num_decays`` decays.
 
     Args:
@@ -71,15 +66,11 @@ class StepWithFixedGammaParamScheduler(solver.ParamScheduler):
     [1.0, 1.0, 0.5, 0.25, 0.25]
     """
 
-    base_value: float
-    num_decays: int
-    gamma: float
-    num_updates: int
-
-    def __call__(self, where: float) -> float:
-        """The value at progress ``where``."""
-        decays = _part(where, self.num_decays + 1)
-        return float(self.base_value * self.gamma**decays)
+    def __init__(
+        self, base_value: float, num_decays: int, gamma: float, num_updates: int
+    ) -> None:
+        values = [base_value * gamma**decays for decays in range(num_decays + 1)]
+        super().__init__(num_updates, values)
 
 
 def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:

@@ -19,7 +19,6 @@ def of_inner_trainer(name: str) -> Any:
     return property(
         lambda self: getattr(self._trainer, name),
         lambda self, value: setattr(self._trainer, name, value),
-        doc=f"``{name}`` of the trainer inside.",
     )
 
 

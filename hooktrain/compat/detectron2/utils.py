@@ -73,22 +73,8 @@ def log_first_n(
             messages from one line (``("caller", "message")``).
     """
     site, logger = _caller(name)
-    counted = ("first", lvl, "caller" in key and site, "message" in key and msg)
+    counted = (lvl, "caller" in key and site, "message" in key and msg)
     if next(_calls[counted]) < n:
-        logger.log(lvl, msg, stacklevel=2)
-
-
-def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
-    """Log the first of every n calls from one line of code.
-
-    Args:
-        lvl: the level, such as ``logging.INFO``.
-        msg: the message.
-        n: the period in calls, at least 1.
-        name: of the logger; None is the caller's module.
-    """
-    site, logger = _caller(name)
-    if next(_calls["every", lvl, site]) % n == 0:
         logger.log(lvl, msg, stacklevel=2)
 
 

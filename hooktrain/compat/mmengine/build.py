@@ -13,7 +13,7 @@ from hooktrain.compat.mmengine import param_scheduler
 from hooktrain.compat.mmengine.optim_wrapper import (
     AmpOptimWrapper,
     OptimWrapper,
-    OptimWrapperDict,
+    as_mmengine,
 )
 from hooktrain.compat.mmengine.param_rules import DefaultOptimWrapperConstructor
 from hooktrain.compat.mmengine.param_scheduler import INF, _ParamScheduler
@@ -25,7 +25,7 @@ from hooktrain.compat.mmengine.registry import (
 )
 from hooktrain.config import instantiate
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver.build import Wrappers
+from hooktrain.solver.build import Wrappers, as_optim_wrapper
 from hooktrain.solver.optim_wrapper import Options
 
 # Of one optimizer, or by the names of several.
@@ -50,13 +50,13 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
 
     ``cfg`` is one of
 
-    - a wrapper, which is returned, or a torch optimizer, which is wrapped;
+    - a wrapper, which is returned, or a torch optimizer, which is wrapped, or a dict of
+      these by name;
     - a dict whose ``optimizer`` is a torch optimizer; its ``type`` is the class of the
       wrapper, by default :class:`OptimWrapper`, and the other items are its arguments;
     - the same with a configuration as ``optimizer``: a dict with ``type`` (a name, a
       class, or its dotted name) and its arguments. ``constructor`` is what builds it, by
-      default :class:`DefaultOptimWrapperConstructor`;
-    - a dict of wrappers by name.
+      default :class:`DefaultOptimWrapperConstructor`.
 
     Args:
         model: may be wrapped; may be None where the optimizers are built already.
@@ -66,28 +66,17 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
         TypeError: for anything else; for arguments that an optimizer or a wrapper does not
             take; if a configuration needs a model and there is none.
         KeyError: for a ``type`` or ``constructor`` that is missing or unknown.
-        ValueError: for a dict that has neither an optimizer nor wrappers by name.
+        ValueError: for a configuration without ``optimizer`` and ``constructor``.
     """
     cfg = instantiate(cfg)
-    if isinstance(cfg, Wrappers):
-        return cfg
-    if isinstance(cfg, Optimizer):
-        return OptimWrapper(cfg)
-    if not isinstance(cfg, Mapping):
-        raise TypeError(
-            f"expected a torch optimizer, hooktrain's OptimWrapper or a dict, but got {cfg!r} "
-            f"of {type(cfg)}"
-        )
+    keys = {"type", "optimizer", "constructor"}
+    if not isinstance(cfg, Mapping) or keys.isdisjoint(cfg):
+        return as_mmengine(as_optim_wrapper(cfg))  # type: ignore[no-any-return]
     if isinstance(cfg.get("optimizer"), Optimizer):
         return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]
-    if "optimizer" in cfg or "constructor" in cfg:
-        return _construct(model, dict(cfg))
-    built = [isinstance(each, solver.OptimWrapper) for each in cfg.values()]
-    if not cfg or not all(built):
-        raise ValueError(
-            f"give 'optimizer', 'constructor' or OptimWrappers by name, not {cfg!r}"
-        )
-    return OptimWrapperDict(**cfg)
+    if keys.isdisjoint(cfg.keys() - {"type"}):
+        raise ValueError(f"give 'optimizer' or 'constructor', too: {cfg!r}")
+    return _construct(model, dict(cfg))
 
 
 def _construct(model: Any, cfg: dict[str, Any]) -> Wrappers:

@@ -233,10 +233,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         width = self._rounded_up(max(part.shape[-1] for part in parts))
         padded = []
         for part in parts:
-            right = width - part.shape[-1]
-            below = height - part.shape[-2]
             values = self._normalized(part)
-            margins = (0, right, 0, below)
+            margins = (0, width - part.shape[-1], 0, height - part.shape[-2])
             padded.append(nn.functional.pad(values, margins, value=self.pad_value))
         moved["inputs"] = torch.cat(padded).contiguous()
         moved.setdefault("data_samples", None)

@@ -459,7 +459,8 @@ class BaseStrategy(strategy.BaseStrategy):
         Returns:
             What was not loaded.
         """
-        state = self._checkpointer(self.work_dir, callback=callback).read(filename)
+        checkpointer = self._checkpointer(self.work_dir, callback=callback)
+        state = checkpointer.called(checkpointer.read(filename))
         self.load_model_state_dict(
             state.pop("model"), strict=strict, revise_keys=revise_keys
         )
@@ -534,7 +535,7 @@ class BaseStrategy(strategy.BaseStrategy):
         with_optimizer: bool = False,
         with_schedulers: bool = False,
         callback: Callback = None,
-    ) -> Checkpointer:
+    ) -> "_Checkpointer":
         parts: dict[str, Any] = {}
         if with_optimizer and hasattr(self, "optim_wrapper"):
             load: Callable[[Any], None] = self.load_optim_state_dict
@@ -576,23 +577,18 @@ class _Checkpointer(Checkpointer):
     def content(self, extra: State) -> State:
         content = super().content(extra)
         content["model"] = self.strategy.model_state_dict()
-        return self._called(content)
+        return self.called(content)
 
-    def read(self, path: AnyPath) -> State:
-        return self._called(super().read(path))
-
-    def read_newest(self) -> tuple[str, State] | None:
-        found = super().read_newest()
-        if found is not None:
-            self._called(found[1])
-        return found
+    def _restore(self, path: str, state: State, *args: Any, **kwargs: Any) -> State:
+        return super()._restore(path, self.called(state), *args, **kwargs)
 
     def _load_into_model(self, state: State, same_shapes: bool) -> None:
         if same_shapes:  # refuses others; the method below would pass over them
             super()._load_into_model(state, same_shapes)
         self.strategy.load_model_state_dict(state["model"])
 
-    def _called(self, state: State) -> State:
+    def called(self, state: State) -> State:
+        """A checkpoint after the callback."""
         if self.callback is not None:
             self.callback(state)
         return state

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, SequentialSampler
 from gloo import run_ranks
 from hooktrain.compat.detectron2 import (
     DatasetFromList,
-    GroupedBatchSampler,
     InferenceSampler,
     MapDataset,
     RepeatFactorTrainingSampler,
@@ -93,14 +92,6 @@ def test_repeat_factors_follow_from_the_frequency_of_the_rarest_category() -> No
     assert factors(images, 0.5).tolist() == pytest.approx([1.0, 2**0.5, 1.0, 1.0])
     linear = factors(images, 0.5, sqrt=False)
     assert linear.tolist() == pytest.approx([1.0, 2.0, 1.0, 1.0])
-
-
-def test_grouped_batches_hold_one_group_each() -> None:
-    sampler = GroupedBatchSampler(SequentialSampler(range(7)), [0, 1, 0, 1, 0, 0, 1], 2)
-    assert list(sampler) == [[0, 2], [1, 3], [4, 5]]
-    assert list(sampler) == [[6, 1], [0, 2], [4, 5], [3, 6]]
-    with pytest.raises(ValueError, match=r"batch_size.*0"):
-        GroupedBatchSampler(SequentialSampler(range(7)), [0], 0)
 
 
 @pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 50])

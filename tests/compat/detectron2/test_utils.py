@@ -16,7 +16,6 @@ from hooktrain.compat.detectron2 import (
     close_logger,
     create_small_table,
     get_event_storage,
-    log_every_n,
     log_every_n_seconds,
     log_first_n,
     setup_logger,
@@ -74,14 +73,6 @@ def test_log_first_n_can_count_equal_messages_of_one_line(
         log_first_n(logging.WARNING, message, key=("caller", "message"))
     log_first_n(logging.WARNING, "a", key=("caller", "message"))
     assert caplog.messages == ["a", "b", "a"]
-
-
-def test_log_every_n_logs_the_first_of_every_n(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for i in range(7):
-        log_every_n(logging.WARNING, str(i), 3)
-    assert caplog.messages == ["0", "3", "6"]
 
 
 def test_log_every_n_seconds_waits_on_a_clock_that_never_jumps(
