@@ -135,12 +135,6 @@ SIGNATURES = {
         "dataset, sampler, shard_sampler=True, shard_chunk_size=1"
     ),
     "data.samplers.InferenceSampler": "size",
-    "compat.detectron2.data.RepeatFactorTrainingSampler": (
-        "repeat_factors, *, shuffle=True, seed=None"
-    ),
-    "compat.detectron2.data.RepeatFactorTrainingSampler.repeat_factors_from_category_frequency": (
-        "dataset_dicts, repeat_thresh, sqrt=True"
-    ),
     "data.samplers.TrainingSampler": "size, shuffle=True, seed=None",
     "evaluation.DatasetEvaluator.process": "self, inputs, outputs",
     "evaluation.DatasetEvaluators": "evaluators",

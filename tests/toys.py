@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.compat.mmengine.registry import MODELS
+from hooktrain.data import StreamSampler
 from hooktrain.engine import HookBase, SimpleTrainer, TrainerBase
 from hooktrain.model import BaseModel
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
@@ -25,6 +26,20 @@ class Idle(TrainerBase):
         if self.iter == self.fail_at:
             raise ValueError(f"broken at {self.iter}")
         self.after_backward()
+
+
+class Repeated(StreamSampler):
+    """Gives each sample never or up to `most` times in an epoch, which may be empty."""
+
+    def __init__(self, size: int, most: int, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.size = size
+        self.most = most
+
+    def epoch_indices(self, epoch: int) -> Tensor:
+        generator = self.generator(epoch)
+        repeats = torch.randint(self.most + 1, (self.size,), generator=generator)
+        return torch.repeat_interleave(repeats)
 
 
 class LinearLoss(nn.Module):

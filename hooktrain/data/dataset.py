@@ -29,8 +29,8 @@ class MapDataset(Dataset[Any]):
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
         """Choose the class by the kind of the data set."""
-        if isinstance(dataset, IterableDataset):
-            cls = MapIterableDataset
+        if isinstance(dataset, IterableDataset) and cls is not MapIterableDataset:
+            return MapIterableDataset(dataset, map_func)
         return super().__new__(cls)
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:

@@ -22,7 +22,6 @@ from torch.utils.data import (
 )
 
 from gloo import run_ranks
-from hooktrain.compat.detectron2.data import RepeatFactorTrainingSampler
 from hooktrain.data import (
     InferenceSampler,
     TrainingSampler,
@@ -32,6 +31,7 @@ from hooktrain.data import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
+from toys import Repeated
 
 
 class Noise(Dataset[Tensor]):
@@ -193,7 +193,7 @@ def test_a_position_in_another_stream_is_refused(
         (lambda: None, None),
         (lambda: TrainingSampler(10), None),
         (lambda: TrainingSampler(10), 5),
-        (lambda: RepeatFactorTrainingSampler([0.5] * 10), None),
+        (lambda: Repeated(10, most=1), None),
         (lambda: RandomSampler(range(10)), None),
     ],
 )

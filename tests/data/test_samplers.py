@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.compat.detectron2.data import RepeatFactorTrainingSampler
 from hooktrain.data import InferenceSampler, StreamSampler, TrainingSampler
 from hooktrain.data.samplers import ComputedOrder
 from hooktrain.utils import comm
+from toys import Repeated
 
 
 def take(iterable: Any, count: int) -> list[Any]:
@@ -37,7 +37,7 @@ def test_each_epoch_is_a_permutation_of_its_own() -> None:
 def sampler(request: pytest.FixtureRequest, monkeypatch: Any) -> StreamSampler:
     """Of each kind one with short epochs."""
     if request.param == "repeated":
-        return RepeatFactorTrainingSampler([0.5] * 7 + [2.5], seed=3)
+        return Repeated(8, most=2, seed=3)
     if request.param == "computed":
         monkeypatch.setattr("hooktrain.data.samplers.LARGEST_PERMUTATION", 6)
     return TrainingSampler(7, seed=3)
@@ -53,6 +53,12 @@ def test_a_stream_from_a_position_is_the_rest_of_the_whole_stream(
     for step in (2, 7, 30):
         share = take(sampler.stream(start, step), 20)
         assert share == take(sampler.stream(), start + 20 * step)[start::step]
+
+
+def test_an_epoch_that_happens_to_be_empty_is_passed_over() -> None:
+    sampler = Repeated(2, most=1, seed=0)
+    assert 0 in [sampler.epoch_length(epoch) for epoch in range(20)]
+    assert set(take(sampler, 20)) == {0, 1}
 
 
 def test_orders_longer_than_a_chunk_are_read_to_their_end() -> None:

@@ -54,7 +54,6 @@ from hooktrain.compat.detectron2.config import (
 from hooktrain.compat.detectron2.data import (
     DatasetFromList as DatasetFromList,
     MapDataset as MapDataset,
-    RepeatFactorTrainingSampler as RepeatFactorTrainingSampler,
     ToIterableDataset as ToIterableDataset,
     trivial_batch_collator as trivial_batch_collator,
     worker_init_reset_seed as worker_init_reset_seed,

@@ -1,101 +1,18 @@
 """The parts of detectron2's loaders that hooktrain.data does not have."""
 
 import copy
-import math
 import pickle
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from hooktrain import data as core
-from hooktrain.data import StreamSampler
 from hooktrain.utils.env import seed_all_rng
-
-
-class RepeatFactorTrainingSampler(StreamSampler):
-    """Gives each sample as often as its factor says, for data whose classes are rare and frequent.
-
-    In each epoch a fractional factor is rounded up or down at random, in proportion (LVIS, Gupta
-    et al. 2019).
-
-    Args:
-        repeat_factors: a float for each sample, not negative.
-        shuffle: whether each epoch has a random order.
-        seed: see :class:`StreamSampler`.
-
-    Raises:
-        ValueError: for factors that are negative, not finite, or so small that most epochs would
-            be empty.
-    """
-
-    def __init__(
-        self,
-        repeat_factors: Sequence[float] | Tensor,
-        *,
-        shuffle: bool = True,
-        seed: int | None = None,
-    ) -> None:
-        factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
-        if not (1.0 <= factors.sum() < math.inf and (factors >= 0).all()):
-            raise ValueError(
-                f"repeat_factors must be >= 0 with a sum >= 1, got {repeat_factors!r}"
-            )
-        super().__init__(seed)
-        self.shuffle = shuffle
-        self.repeat_factors = factors
-
-    @staticmethod
-    def repeat_factors_from_category_frequency(
-        dataset_dicts: Sequence[Mapping[str, Any]],
-        repeat_thresh: float,
-        sqrt: bool = True,
-    ) -> Tensor:
-        """Factors by the rarest category in each image.
-
-        A category in a fraction ``f`` of the images has the factor ``max(1, sqrt(t / f))``; an
-        image has the largest factor of its categories.
-
-        Args:
-            dataset_dicts: each with ``annotations``, a list of dicts with ``category_id``.
-            repeat_thresh: ``t``, the fraction below which a category is repeated.
-            sqrt: whether to take the root.
-
-        Returns:
-            A float32 vector as long as ``dataset_dicts``.
-        """
-        images = [
-            {annotation["category_id"] for annotation in image["annotations"]}
-            for image in dataset_dicts
-        ]
-        counts = Counter(chain.from_iterable(images))
-        power = 0.5 if sqrt else 1.0
-        factors = []
-        for image in images:
-            rarest = min((counts[category] for category in image), default=math.inf)
-            ratio = repeat_thresh * len(images) / rarest
-            factors.append(max(ratio**power, 1.0))
-        return torch.tensor(factors)
-
-    def epoch_indices(self, epoch: int) -> Tensor:
-        """The samples of this epoch, each repeated; the number differs between epochs."""
-        generator = self.generator(epoch)
-        factors = self.repeat_factors
-        chance = torch.rand(len(factors), generator=generator, dtype=factors.dtype)
-        # One more than the whole factor, if the chance is below the fraction.
-        repeats = (factors - chance).ceil().long()
-        indices = torch.repeat_interleave(repeats)
-        if self.shuffle:
-            order = torch.randperm(len(indices), generator=generator)
-            indices = indices[order]
-        return indices
 
 
 class DatasetFromList(Dataset[Any]):
@@ -172,12 +89,6 @@ class ToIterableDataset(IterableDataset[Any]):
 
 class MapDataset(core.MapDataset):
     """A :class:`hooktrain.data.MapDataset` with the names that copies of detectron2's read."""
-
-    def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
-        """Make the core's data set for an ``IterableDataset``."""
-        if isinstance(dataset, IterableDataset):
-            return core.MapDataset(dataset, map_func)
-        return super().__new__(cls, dataset, map_func)
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         super().__init__(dataset, map_func)

@@ -1,15 +1,11 @@
 """detectron2's model zoo: its own, where it is installed."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from hooktrain.compat.peers import of_peers
-from hooktrain.config import LazyConfig
-
-_PACKAGE = Path(__file__).parents[2]
-# In an installed package they lie in its folder, and in a clone beside it.
-_ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
+from hooktrain.config import ConfigDict
+from hooktrain.engine import train_settings
 
 
 def __getattr__(name: str) -> Any:
@@ -35,5 +31,5 @@ def get_config(config_path: str, trained: bool = False) -> Any:
         ImportError: for any other, without detectron2.
     """
     if config_path == "common/train.py" and find_spec("detectron2") is None:
-        return LazyConfig.load(_ROOT / "configs" / config_path)
+        return ConfigDict(train=train_settings())
     return __getattr__("get_config")(config_path, trained)

@@ -15,7 +15,6 @@ from hooktrain.compat.detectron2 import (
     DatasetFromList,
     InferenceSampler,
     MapDataset,
-    RepeatFactorTrainingSampler,
     ToIterableDataset,
     TrainingSampler,
     build_test_loader,
@@ -60,44 +59,6 @@ def test_a_worker_is_seeded_by_its_number() -> None:
     drawn = torch.rand(3)
     torch.manual_seed(7)
     assert torch.equal(drawn, torch.rand(3))
-
-
-def test_repeat_factors_repeat_in_proportion() -> None:
-    stream = take(RepeatFactorTrainingSampler([1.0, 2.0, 0.5], seed=0), 3500)
-    counts = [stream.count(i) for i in range(3)]
-    assert counts == [pytest.approx(n, abs=60) for n in (1000, 2000, 500)]
-    sampler = RepeatFactorTrainingSampler([1.0, 3.0], shuffle=False, seed=0)
-    assert take(sampler, 8) == [0, 1, 1, 1, 0, 1, 1, 1]
-    assert take(sampler.stream(6), 6) == take(sampler, 12)[6:]
-
-
-def test_an_epoch_that_happens_to_be_empty_is_passed_over() -> None:
-    sampler = RepeatFactorTrainingSampler([0.5, 0.5], seed=0)
-    assert 0 in [sampler.epoch_length(epoch) for epoch in range(20)]
-    assert set(take(sampler, 20)) == {0, 1}
-
-
-@pytest.mark.parametrize("factors", [[0.1, 0.1], [3.0, -1.0], [math.inf]])
-def test_factors_that_make_no_stream_are_refused(factors: list[float]) -> None:
-    with pytest.raises(ValueError, match="must be >= 0 with a sum >= 1, got"):
-        RepeatFactorTrainingSampler(factors)
-
-
-def test_repeat_factors_follow_from_the_frequency_of_the_rarest_category() -> None:
-    frequent, rare = {"category_id": 0}, {"category_id": 1}
-    images = [{"annotations": [frequent]} for _ in range(4)]
-    images[1]["annotations"] = [frequent, rare]
-    images[3]["annotations"] = []
-    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
-    assert factors(images, 0.5).tolist() == pytest.approx([1.0, 2**0.5, 1.0, 1.0])
-    linear = factors(images, 0.5, sqrt=False)
-    assert linear.tolist() == pytest.approx([1.0, 2.0, 1.0, 1.0])
-
-
-@pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 50])
-def test_a_stream_from_a_position_is_the_rest_of_it(start: int) -> None:
-    sampler = RepeatFactorTrainingSampler([0.5, 1.0, 2.5, 0.0], seed=3)
-    assert take(sampler.stream(start), 20) == take(sampler.stream(), start + 20)[start:]
 
 
 @pytest.mark.parametrize("serialize", [True, False])

@@ -59,7 +59,7 @@ detectron2.model_zoo: get_config
 omegaconf: OmegaConf DictConfig ListConfig MISSING open_dict
 detectron2.data: DatasetFromList MapDataset ToIterableDataset
 detectron2.data.build: trivial_batch_collator worker_init_reset_seed
-detectron2.data.samplers: TrainingSampler RepeatFactorTrainingSampler InferenceSampler
+detectron2.data.samplers: TrainingSampler InferenceSampler
 detectron2.engine: HookBase TrainerBase SimpleTrainer AMPTrainer DefaultTrainer create_ddp_model
 detectron2.engine: default_argument_parser default_setup default_writers hooks launch
 detectron2.engine.hooks: EvalHook LRScheduler PeriodicWriter BestCheckpointer IterationTimer
