@@ -111,15 +111,12 @@ class Registry:
             defaults: keyword arguments that ``cfg`` may replace, ``type`` among them.
 
         Raises:
-            TypeError: if ``cfg`` is no dict.
             KeyError: if there is no ``type``, or it is not registered.
             Exception: what the constructor raises, with a note that has its name.
         """
-        text = f"the registry {self.name!r} needs a dict with 'type', got {cfg!r}"
-        if not isinstance(cfg, Mapping):
-            raise TypeError(text)
         arguments = {**defaults, **cfg}
         if "type" not in arguments:
+            text = f"the registry {self.name!r} needs a dict with 'type', got {cfg!r}"
             raise KeyError(text)
         target = self.find(arguments.pop("type"))
         where = f"of the registry {self.name!r} with the keys {list(arguments)}"

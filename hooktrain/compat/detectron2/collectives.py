@@ -26,11 +26,10 @@ def gather(data: _T, dst: int = 0, group: ProcessGroup | None = None) -> list[_T
     if comm.get_world_size() == 1:
         return [data]
     group = group or comm.object_group()
-    gathered: list[Any] | None = None
-    if comm.get_rank() == dst:
-        gathered = [None] * dist.get_world_size(group)
-    dist.gather_object(data, gathered, dst=dst, group=group)
-    return gathered or []
+    size = dist.get_world_size(group) if comm.get_rank() == dst else 0
+    gathered: list[Any] = [None] * size
+    dist.gather_object(data, gathered or None, dst=dst, group=group)
+    return gathered
 
 
 def reduce_dict(

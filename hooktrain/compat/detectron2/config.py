@@ -5,7 +5,7 @@ from typing import Any
 
 from hooktrain.compat.peers import of_peers
 from hooktrain.config import ConfigDict
-from hooktrain.config.config_dict import find_key
+from hooktrain.config.config_dict import find_key, to_config
 
 DictConfig = ConfigDict
 ListConfig = list
@@ -30,7 +30,7 @@ class OmegaConf(metaclass=_Functions):
     @staticmethod
     def create(obj: Any = None, **options: Any) -> Any:
         """A config of a dict, or a list."""
-        return DictConfig(root={} if obj is None else obj).root
+        return to_config({} if obj is None else obj)
 
     @staticmethod
     def select(cfg: Any, key: str, *, default: Any = None, **options: Any) -> Any:

@@ -37,9 +37,7 @@ class DatasetFromList(Dataset[Any]):
             self._lst = lst
             return
         parts = [pickle.dumps(item, protocol=-1) for item in lst]
-        lengths = np.array([len(part) for part in parts], dtype=np.int64)
-        self._ends = lengths.cumsum()
-        self._begins = self._ends - lengths
+        self._bounds = np.cumsum([0, *map(len, parts)])
         # It has a byte more at the end, since torch takes no empty buffer.
         self._bytes = torch.frombuffer(
             bytearray(b"".join(parts) + b"\0"), dtype=torch.uint8
@@ -50,7 +48,8 @@ class DatasetFromList(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if self._serialize:
-            part = self._bytes[self._begins[index] : self._ends[index]]
+            place = range(self._len)[index]  # also from the end
+            part = self._bytes[self._bounds[place] : self._bounds[place + 1]]
             return pickle.loads(part.numpy().data)
         item = self._lst[index]
         if self._copy:
@@ -105,5 +104,5 @@ def trivial_batch_collator(batch: Any) -> Any:
 
 def worker_init_reset_seed(worker_id: int) -> None:
     """Seed the generators of a worker process of a torch ``DataLoader``."""
-    seed = torch.initial_seed() % 2**31
-    seed_all_rng(seed + worker_id)
+    # torch has added the number of the worker.
+    seed_all_rng(torch.initial_seed() % 2**31)

@@ -3,19 +3,14 @@
 from importlib.util import find_spec
 from typing import Any
 
-from hooktrain.compat.peers import of_peers
+from hooktrain.compat.detectron2.functions import of_detectron2
 from hooktrain.config import ConfigDict
 from hooktrain.engine import train_settings
 
 
 def __getattr__(name: str) -> Any:
     """Find what is not here in detectron2; see :mod:`hooktrain.compat.peers`."""
-    otherwise = (
-        f"{name!r} is of detectron2's model zoo: install detectron2 beside, or copy the "
-        "configurations that you need (docs/migrating.md)"
-    )
-    modules = ["detectron2.model_zoo", "detectron2.model_zoo.model_zoo"]
-    return of_peers(name, modules, otherwise)
+    return of_detectron2(name)
 
 
 def get_config(config_path: str, trained: bool = False) -> Any:
@@ -32,4 +27,4 @@ def get_config(config_path: str, trained: bool = False) -> Any:
     """
     if config_path == "common/train.py" and find_spec("detectron2") is None:
         return ConfigDict(train=train_settings())
-    return __getattr__("get_config")(config_path, trained)
+    return of_detectron2("get_config")(config_path, trained)

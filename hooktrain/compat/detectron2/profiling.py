@@ -68,9 +68,6 @@ class TorchMemoryStats(HookBase):
         if device is None or self._runs == self._max_runs or not is_due:
             return
         self._runs += 1
-        sizes = []
-        for name in _SHOWN:
-            size = getattr(device, name)()
-            sizes.append(f"{name}: {size >> 20} MiB")
+        sizes = [f"{name}: {getattr(device, name)() >> 20} MiB" for name in _SHOWN]
         logger.info("iter: %d  %s", self.trainer.iter, "  ".join(sizes))
         device.reset_peak_memory_stats()

@@ -110,7 +110,7 @@ def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:
     """
     frame = sys._getframe(2)
     if name is None:
-        name = str(frame.f_globals.get("__name__", "__main__"))
+        name = frame.f_globals.get("__name__", "__main__")
     if name == "__main__":
         name = "hooktrain"
     logger = logging.getLogger(name)

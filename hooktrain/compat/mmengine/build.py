@@ -151,7 +151,7 @@ def _build_scheduler(config: Any, optimizer: Optimizer, defaults: Options) -> An
     max_epochs = arguments.pop("max_epochs", None)
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
-    target: Any = PARAM_SCHEDULERS.find(arguments.pop("type"))
+    target = PARAM_SCHEDULERS.find(arguments.pop("type"))
     # Schedulers of MMEngine's family have a range, which ends with the run.
     has_range = hasattr(target, "build_iter_from_epoch")
     if has_range and arguments.get("end") is None:

@@ -58,8 +58,7 @@ def _join_evaluations(trainer: Any) -> None:
     for hook in trainer._hooks:
         if not isinstance(hook, EvalHook):
             continue
-        joined = getattr(hook._func, "func", None) is _validate
-        if not joined:
+        if getattr(hook._func, "func", None) is not _validate:
             hook._func = partial(_validate, trainer, hook._func)
 
 

@@ -168,7 +168,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             multiple of this. At least 1.
         pad_value: what is padded with, after normalisation.
         bgr_to_rgb: reverse the order of the channels.
-        rgb_to_bgr: the same; not both.
+        rgb_to_bgr: the same.
         non_blocking: see :class:`BaseDataPreprocessor`.
 
     Attributes:
@@ -190,10 +190,6 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         non_blocking: bool = False,
     ) -> None:
         super().__init__(non_blocking)
-        if bgr_to_rgb and rgb_to_bgr:
-            raise ValueError(
-                "bgr_to_rgb and rgb_to_bgr reverse the channels; give one of them"
-            )
         if (mean is None) != (std is None):
             raise ValueError(
                 f"mean and std belong together, but got {mean!r} and {std!r}"

@@ -117,8 +117,4 @@ def as_mmengine(optim_wrapper: Any) -> Any:
 
 
 def _momenta(groups: list[ParamGroup]) -> list[float]:
-    momenta = []
-    for group in groups:
-        betas = group.get("betas", [0.0])
-        momenta.append(group.get("momentum", betas[0]))
-    return momenta
+    return [group.get("momentum", group.get("betas", [0.0])[0]) for group in groups]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -131,13 +132,7 @@ class DefaultOptimWrapperConstructor:
                 rules[rule] = value
         _check_custom_keys(rules.get("custom_keys", {}), module)
         base = {"lr": self.base_lr, "weight_decay": self.base_wd}
-
-        def settings(
-            names: list[str], module: nn.Module, parameter: nn.Parameter
-        ) -> ParamGroup:
-            return _paramwise(names[0], module, parameter, rules, base)
-
-        params += group_trainable(module, settings)
+        params += group_trainable(module, partial(_paramwise, rules, base))
 
 
 def _check_custom_keys(custom_keys: Rules, model: nn.Module) -> None:
@@ -164,9 +159,14 @@ def _dotted(name: str) -> str:
 
 
 def _paramwise(
-    name: str, module: nn.Module, parameter: nn.Parameter, rules: Rules, base: Rules
+    rules: Rules,
+    base: Rules,
+    names: list[str],
+    module: nn.Module,
+    parameter: nn.Parameter,
 ) -> ParamGroup:
-    """The settings of a parameter under one of its names."""
+    """The settings of a parameter, by the first of its names."""
+    name = names[0]
     custom_keys = rules.get("custom_keys", {})
     keys = [key for key in custom_keys if key in _dotted(name)]
     if keys:

@@ -405,8 +405,7 @@ class MomentumSchedulerMixin:
             # Whoever reads the state of the optimizer sees that they are scheduled.
             group.setdefault("initial_betas", group["betas"])
         group["momentum"] = self._read(group)
-        base: float = super()._base_value(group)  # type: ignore[misc]
-        return base
+        return super()._base_value(group)  # type: ignore[misc, no-any-return]
 
 
 class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):

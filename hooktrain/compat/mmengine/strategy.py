@@ -101,13 +101,13 @@ class BaseStrategy(strategy.BaseStrategy):
         auto_scale_lr: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**_settings(env_kwargs or {}), **kwargs)
+        self._env_kwargs = dict(env_kwargs or {})
+        super().__init__(**_settings(self._env_kwargs), **kwargs)
         self.work_dir = os.path.abspath(on_disk(work_dir))
         self.timestamp = time.strftime("%Y%m%d_%H%M%S")
         self.dispatch_kwargs: dict[str, Any] = {}
         self.logger = logging.getLogger("hooktrain.strategy")
         self._experiment_name = experiment_name
-        self._env_kwargs = dict(env_kwargs or {})
         self._log_kwargs = log_kwargs
         self._auto_scale_lr = dict(auto_scale_lr or {})
 
@@ -275,8 +275,7 @@ class BaseStrategy(strategy.BaseStrategy):
         return self._wrap_model(model)
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
-        wrapped: nn.Module = super().wrap_model(model)  # type: ignore[safe-super]
-        return wrapped
+        return super().wrap_model(model)  # type: ignore[safe-super]
 
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None
@@ -286,7 +285,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
     def _scale_lr(self) -> None:
         """Multiply learning rates by the batch of all ranks over ``base_batch_size``."""
-        if not self._auto_scale_lr.get("enable", False):
+        if not self._auto_scale_lr.get("enable"):
             return
         base = self._auto_scale_lr["base_batch_size"]
         own = self.dispatch_kwargs["train_micro_batch_size_per_gpu"]
@@ -344,8 +343,7 @@ class BaseStrategy(strategy.BaseStrategy):
         return self._whole(self.optim_wrapper.state_dict())
 
     def _whole(self, state: Any) -> State:
-        whole: State = state if self.saves_shards else full_tensors(state)
-        return whole
+        return state if self.saves_shards else full_tensors(state)  # type: ignore[no-any-return]
 
     def scheduler_state_dict(self) -> Any:
         """The states of the schedulers; by name, where there are several optimizers."""

@@ -42,7 +42,7 @@ def test_without_detectron2_the_keys_of_train_are_there(tmp_path: Path) -> None:
 
 
 def test_without_detectron2_other_configurations_say_where_they_are() -> None:
-    with pytest.raises(ImportError, match=r"'get_config' is of detectron2's"):
+    with pytest.raises(ImportError, match=r"'get_config': it is detectron2's own"):
         get_config("common/optim.py")
-    with pytest.raises(ImportError, match=r"'get_checkpoint_url' is of detectron2's"):
+    with pytest.raises(ImportError, match=r"'get_checkpoint_url'.*detectron2"):
         model_zoo.get_checkpoint_url  # noqa: B018

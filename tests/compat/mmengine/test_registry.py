@@ -98,8 +98,8 @@ def test_defaults_are_for_keys_that_the_configuration_lacks(registry: Registry) 
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        (["Strict"], TypeError, r"needs a dict with 'type', got \['Strict'\]"),
-        ("Strict", TypeError, "needs a dict with 'type', got 'Strict'"),
+        (["Strict"], TypeError, "'list' object is not a mapping"),
+        ("Strict", TypeError, "'str' object is not a mapping"),
         (
             {"kind": 1},
             KeyError,
