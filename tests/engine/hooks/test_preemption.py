@@ -1,3 +1,4 @@
+import os
 import signal
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine import HookBase, SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import (
     CallbackHook,
     EvalHook,
@@ -21,7 +22,7 @@ from hooktrain.engine.hooks import (
     preemption,
 )
 from hooktrain.utils import comm
-from toys import linear_trainer
+from toys import ToyModel, batch, linear_trainer, sgd_wrapper
 
 
 def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:
@@ -171,6 +172,53 @@ def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
     signal.signal(signal.SIGINT, before)
     assert seen == [0.0, 0.9]
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_dies_of_the_signal_as_without_the_hook(tmp_path: Path) -> None:
+    statuses = []
+
+    def fork(trainer: Any) -> None:
+        if trainer.iter == 1:
+            child = os.fork()
+            if child == 0:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    trainer = preemptible(tmp_path, CallbackHook(after_backward=fork))
+    trainer.train(max_iter=3)
+    assert statuses == [-signal.SIGTERM]
+    assert trainer.succeeded
+
+
+def accumulating(folder: Path, *hooks: HookBase) -> StepTrainer:
+    torch.manual_seed(0)
+    model = ToyModel()
+    wrapper = sgd_wrapper(model, accumulative_counts=3)
+    trainer = StepTrainer(model, [batch(4, i) for i in range(3)], wrapper)
+    saver = Checkpointer(model, folder, trainer=trainer)
+    trainer.register_hooks([*hooks, Preemption(saver)])
+    saver.resume_or_load("")
+    return trainer
+
+
+@pytest.mark.parametrize(("at", "end"), [(3, 5), (4, 5), (5, 5)])
+def test_inside_of_an_accumulation_a_signal_waits_for_its_end(
+    at: int, end: int, tmp_path: Path
+) -> None:
+    whole = accumulating(tmp_path / "whole")
+    whole.train(max_iter=9)
+    send = CallbackHook(
+        before_step=lambda t: t.iter == at and signal.raise_signal(signal.SIGTERM)
+    )
+    trainer = accumulating(tmp_path, send)
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=9)
+    assert pointer(tmp_path) == f"model_000000{end}.pth"
+    resumed = accumulating(tmp_path)
+    resumed.train(max_iter=9)
+    assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
 
 
 def test_in_another_thread_it_says_that_it_ignores_signals(
