@@ -18,7 +18,13 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.loading import choose_parts
 from hooktrain.compat.mmengine import PolyLR
 from hooktrain.data import build_train_loader
-from hooktrain.engine import HookBase, SimpleTrainer, StepTrainer, default_writers
+from hooktrain.engine import (
+    HookBase,
+    SimpleTrainer,
+    StepTrainer,
+    default_hooks,
+    default_writers,
+)
 from hooktrain.engine.hooks import (
     CallbackHook,
     EarlyStopping,
@@ -138,6 +144,71 @@ def stream(**options: Any) -> Any:
     return build_train_loader(SAMPLES, total_batch_size=2, seed=0, **options)
 
 
+class NoAfterStep(SimpleTrainer):
+    def after_step(self) -> None:
+        """Forgets what the base class does."""
+        self.storage.put_scalar("mine", 1.0)
+
+
+class NoBeforeStep(SimpleTrainer):
+    def before_step(self) -> None:
+        self.storage.put_scalar("mine", 1.0)
+
+
+class OwnStep(SimpleTrainer):
+    """A step of one's own, as most write it."""
+
+    def run_step(self) -> None:
+        loss = self.compute_loss(next(self._data_loader_iter))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+class NoZeroGrad(OwnStep):
+    def run_step(self) -> None:
+        self.compute_loss(next(self._data_loader_iter)).backward()
+        self.after_backward()
+        self.optimizer.step()
+
+
+class SavesNothing(PeriodicCheckpointer):
+    def after_step(self) -> None:
+        self.trainer.storage.put_scalar("mine", 1.0)
+
+
+class OwnEvaluation(EvalHook):
+    def __init__(self) -> None:
+        self.evaluations = 0
+
+
+def forgetful_saving(trainer: Any) -> SavesNothing:
+    return SavesNothing(Checkpointer(trainer.model, trainer=trainer), 2)
+
+
+def own_trainer() -> None:
+    class OwnTrainer(SimpleTrainer):
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+    OwnTrainer(Net()).register_hooks([])
+
+
+def default_hooks_twice() -> None:
+    trainer = small()
+    saver = Checkpointer(trainer.model, trainer=trainer)
+    for _ in range(2):
+        writers = [JSONWriter("metrics.json")]
+        options: Any = {"checkpointer": saver, "checkpoint_period": 2}
+        trainer.register_hooks(default_hooks(writers=writers, **options))
+    trainer.train(max_iter=1)
+
+
+@torch.no_grad()
+def without_gradients() -> None:
+    train()
+
+
 def saving(trainer: Any) -> PeriodicCheckpointer:
     return PeriodicCheckpointer(Checkpointer(trainer.model, trainer=trainer), 2)
 
@@ -219,6 +290,17 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(by=Ended), RuntimeError, "StopIteration in iteration 0"),
     (lambda: train(OfLightning()), WARNING, "OfLightning.on_train_batch_end"),
     (lambda: train(OfMMEngine()), WARNING, "OfMMEngine.after_train_iter"),
+    # Calls that are left out
+    (lambda: train(by=NoAfterStep), RuntimeError, r"after_step\(\).*super\(\)"),
+    (lambda: train(by=NoBeforeStep), WARNING, "NoBeforeStep.before_step does not"),
+    (lambda: train(forgetful_saving), WARNING, "SavesNothing.after_step does not call"),
+    (lambda: train(OwnEvaluation()), AttributeError, "OwnEvaluation.__init__ does not"),
+    (own_trainer, AttributeError, "OwnTrainer.__init__ does not call super"),
+    (lambda: train(SkipNonFinite(), by=OwnStep), WARNING, r"\['SkipNonFinite'\] may"),
+    (lambda: train(by=NoZeroGrad), WARNING, r"add up.*zero_grad\(\)"),
+    (lambda: small().run_step(), RuntimeError, r"train\(\) calls run_step\(\)"),
+    (default_hooks_twice, ValueError, "registered twice"),
+    (without_gradients, ValueError, "no_grad"),
     # Lengths and periods
     (lambda: train(max_iter=None), ValueError, "max_iter=None"),
     (lambda: train(max_iter=1e2), ValueError, "max_iter=100.0"),
@@ -266,7 +348,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (measure(DATA, ClassificationEvaluator), TypeError, "not a class"),
     (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
     (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),
-    (lambda: train(EarlyStopping("acc", "max")), WARNING, "no metric 'acc'"),
+    (lambda: train(EarlyStopping("acc", "max")), WARNING, "no metric 'acc'.*EvalHook"),
     (lambda: SkipNonFinite(-1), ValueError, "-1"),
     # Checkpoints
     (lambda: train(Stateless(), saving), TypeError, "Stateless.state_dict"),

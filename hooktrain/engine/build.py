@@ -12,7 +12,6 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.defaults import default_hooks, default_writers
-from hooktrain.engine.preflight import end_of_run
 from hooktrain.engine.settings import check_settings
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import inference_on_dataset
@@ -21,7 +20,7 @@ from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.solver.build import scale_lr
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
 from hooktrain.utils import comm
-from hooktrain.utils.periods import in_iterations
+from hooktrain.utils.periods import end_of_run, in_iterations
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,8 @@
 """What is asked before the first step of a run, and after its first period."""
 
 import logging
-import re
-from collections.abc import Iterable, Iterator
-from typing import Any, SupportsIndex
+from collections.abc import Iterable
+from typing import Any
 
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -15,48 +14,9 @@ from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
-from hooktrain.utils.periods import in_iterations
+from hooktrain.utils.names import lists_of_layers
 
 logger = logging.getLogger(__name__)
-
-# Events of Lightning, MMEngine and transformers.
-_OF_OTHERS = re.compile(
-    r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
-)
-
-
-def end_of_run(
-    start: int, max_iter: int | None, max_epochs: float | None, epoch_length: int | None
-) -> int:
-    """The iteration to end before.
-
-    Args:
-        start: the first iteration.
-        max_iter: the end, or None.
-        max_epochs: the same in epochs, counted from iteration 0, or None.
-        epoch_length: the iterations of an epoch, if known.
-
-    Raises:
-        ValueError: without an end after the start, for two that differ, or for epochs of
-            unknown length.
-    """
-    if max_epochs is not None:
-        end = in_iterations(f"{max_epochs} epochs", epoch_length)
-        if max_iter not in (None, end):
-            raise ValueError(
-                f"a run has one end: give {max_iter=} or {max_epochs=}, and None for the "
-                "other one"
-            )
-        max_iter = end
-    if not isinstance(max_iter, SupportsIndex) or not 0 <= start <= max_iter:
-        raise ValueError(
-            "train(max_iter=...) needs whole numbers max_iter >= start_iter >= 0, but got "
-            f"{max_iter=} and start_iter={start!r} (if that was not given, "
-            f"{start} iterations are done already)"
-        )
-    if start == max_iter:
-        logger.info("Nothing is left to train: max_iter=%d is reached", max_iter)
-    return max_iter
 
 
 def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
@@ -106,19 +66,10 @@ def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
             len(left),
             left[:5],
         )
-    for name in _lists_of_layers(model):
+    for name in lists_of_layers(model):
         logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
     if comm.get_world_size() > 1:
         _check_ranks(model)
-
-
-def _lists_of_layers(model: nn.Module) -> Iterator[str]:
-    """The names of plain lists and tuples of layers, which are no part of a model."""
-    for path, module in model.named_modules(prefix="model"):
-        for key, value in vars(module).items():
-            items = value if isinstance(value, list | tuple) else ()
-            if any(isinstance(item, nn.Module) for item in items):
-                yield f"{path}.{key}"
 
 
 def versions(wrapper: OptimWrapper) -> list[int]:
@@ -172,16 +123,3 @@ def log_size(model: nn.Module) -> None:
     logger.info(
         "%s parameters, on %d x %s", f"{count:,}", comm.get_world_size(), device
     )
-
-
-def warn_of_events(hook: object) -> None:
-    """Name the methods of a hook that other trainers would call."""
-    kind = type(hook)
-    for name in vars(kind):
-        if _OF_OTHERS.match(name) and not hasattr(kind.__base__, name):
-            logger.warning(
-                "Nothing calls %s.%s: there are before_train, before_step, after_backward, "
-                "after_step and after_train",
-                kind.__name__,
-                name,
-            )

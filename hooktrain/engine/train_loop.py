@@ -10,12 +10,12 @@ import torch
 
 from hooktrain import __version__
 from hooktrain.engine.losses import LossRecorder
-from hooktrain.engine.preflight import end_of_run, warn_of_events
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.names import as_list
+from hooktrain.utils.names import as_list, warn_of_events
+from hooktrain.utils.periods import end_of_run
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
 
@@ -131,9 +131,15 @@ class TrainerBase:
     # The hooks whose before_train was called; None while nothing runs.
     _begun: list[HookBase] | None = None
     _broke_off = False  # inside an iteration
+    _has_backward = False  # whether after_backward was ever called
     _is_checked = False  # all is finite in this iteration, as every rank knows
     _stop_request: str | None = None
     _late_error: BaseException | None = None
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> "TrainerBase":
+        """Warn of what a subclass leaves out, such as the call of this class's constructor."""
+        warn_of_events(cls, EVENTS)
+        return super().__new__(cls)
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
@@ -210,6 +216,8 @@ class TrainerBase:
             self.before_step()
             self.run_step()
             self.after_step()
+            if self.done == iteration:
+                raise RuntimeError("after_step() of the trainer must call super()")
         self._broke_off = False
 
     def _end_failed_run(self, error: BaseException) -> None:
@@ -269,6 +277,7 @@ class TrainerBase:
 
     def after_backward(self) -> None:
         """Call the hooks between backward and update."""
+        self._has_backward = True
         for hook in self._hooks:
             hook.after_backward()
 
@@ -511,7 +520,7 @@ class TrainerBase:
                 raise ValueError(
                     f"{hook!r} is registered already: make one for each trainer"
                 )
-            warn_of_events(hook)
+            warn_of_events(type(hook), EVENTS)
             hook.trainer = me
             # It is a new list, since a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]

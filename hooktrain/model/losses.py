@@ -43,7 +43,9 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         )
     losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
     if not any(loss.requires_grad for loss in losses):
-        raise ValueError(f"no loss has a gradient: {output!r:.300}")
+        raise ValueError(
+            f"no loss has a gradient (is this under no_grad?): {output!r:.300}"
+        )
     loss = reduce(add, losses)
     if len(losses) < len(values):
         values = {"total_loss": loss, **values}

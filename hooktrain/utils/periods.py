@@ -1,11 +1,14 @@
 """Periods in iterations, or in epochs as ``"1 epoch"``."""
 
+import logging
 import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, SupportsIndex
+
+logger = logging.getLogger(__name__)
 
 EPOCHS = re.compile(r"(\d+|\d*\.\d+) epochs?")  # the text of a number of epochs
 
@@ -91,3 +94,37 @@ def _epochs_in(text: str) -> Fraction:
             f"give a number of iterations, or a text like '1 epoch', not {text!r}"
         )
     return Fraction(match[1])
+
+
+def end_of_run(
+    start: int, max_iter: int | None, max_epochs: float | None, epoch_length: int | None
+) -> int:
+    """The iteration to end before.
+
+    Args:
+        start: the first iteration.
+        max_iter: the end, or None.
+        max_epochs: the same in epochs, counted from iteration 0, or None.
+        epoch_length: the iterations of an epoch, if known.
+
+    Raises:
+        ValueError: without an end after the start, for two that differ, or for epochs of
+            unknown length.
+    """
+    if max_epochs is not None:
+        end = in_iterations(f"{max_epochs} epochs", epoch_length)
+        if max_iter not in (None, end):
+            raise ValueError(
+                f"a run has one end: give {max_iter=} or {max_epochs=}, and None for the "
+                "other one"
+            )
+        max_iter = end
+    if not isinstance(max_iter, SupportsIndex) or not 0 <= start <= max_iter:
+        raise ValueError(
+            "train(max_iter=...) needs whole numbers max_iter >= start_iter >= 0, but got "
+            f"{max_iter=} and start_iter={start!r} (if that was not given, "
+            f"{start} iterations are done already)"
+        )
+    if start == max_iter:
+        logger.info("Nothing is left to train: max_iter=%d is reached", max_iter)
+    return max_iter

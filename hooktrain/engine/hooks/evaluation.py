@@ -432,7 +432,10 @@ class EarlyStopping(HookBase):
     def after_train(self) -> None:
         """Warn if the metric has never had a value."""
         if self._seen_iter < 0:
-            logger.warning("EarlyStopping: there was no metric %r", self._metric)
+            logger.warning(
+                "EarlyStopping: there was no metric %r, which an EvalHook should give",
+                self._metric,
+            )
 
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:

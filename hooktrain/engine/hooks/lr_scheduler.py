@@ -180,7 +180,7 @@ class LRScheduler(HookBase):
             if times > 1:
                 raise ValueError(
                     "a rate has a multiplier and another schedule, or one twice: give "
-                    f"one, not {self.scheduler!r}"
+                    f"one, not {self.scheduler!r} (are hooks registered twice?)"
                 )
 
     def after_step(self) -> None:
