@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from ctypes import py_object, pythonapi
 from dataclasses import dataclass
 from datetime import timedelta
@@ -200,7 +201,7 @@ def join_processes(
         world_size=info.world_size,
         timeout=timeout,
     )
-    atexit.register(_let_go)
+    atexit.register(_leave_at_exit)
     comm.object_group(timeout)
     comm.create_local_process_group(info.local_world_size)
 
@@ -239,14 +240,19 @@ def leave_processes() -> None:
         dist.destroy_process_group()
 
 
-def _let_go() -> None:
-    """After an uncaught error, do not wait for what other ranks may never send.
+def _leave_at_exit() -> None:
+    """Leave the process group when the interpreter ends, if nobody has left it.
 
-    gloo's destructor waits for it at the end of the interpreter. A further reference keeps
-    the destructor from being called.
+    After an uncaught error nothing waits for what other ranks may never send. gloo's destructor
+    would do so; a further reference keeps it from being called.
     """
     if hasattr(sys, "last_value"):
         pythonapi.Py_IncRef(py_object(dist.distributed_c10d._world.pg_map))
+    elif dist.is_initialized():
+        leave_processes()
+        # A model in DistributedDataParallel still holds the group. gloo's threads need the
+        # interpreter to free what they have sent; one that waits for it later aborts the process.
+        time.sleep(0.1)
 
 
 def choose_device(wanted: str | torch.device | None = None) -> torch.device:

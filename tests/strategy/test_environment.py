@@ -332,3 +332,26 @@ def test_a_process_of_torchrun_joins_the_others(started_by: Any) -> None:
     strategy.teardown()
     assert not dist.is_initialized()
     strategy.teardown()
+
+
+JOINS_AND_ENDS = """
+import sys
+import torch
+import torch.distributed as dist
+from hooktrain.strategy import DDPStrategy
+
+DDPStrategy(device="cpu").setup()
+sys.setswitchinterval(100)  # threads of gloo wait for the interpreter for a long time
+for _ in range(20):
+    dist.all_reduce(torch.ones(2))
+"""
+
+
+def test_a_script_that_never_leaves_the_group_ends_without_an_abort() -> None:
+    place = {**os.environ, **torchrun(2), "LOCAL_WORLD_SIZE": "2"}
+    ranks = []
+    for rank in "01":
+        environment = {**place, "RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, "-c", JOINS_AND_ENDS]
+        ranks.append(subprocess.Popen(command, env=environment))
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
