@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from termcolor import colored
 
+from hooktrain.utils import comm
 from hooktrain.utils.file_io import on_disk
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
@@ -67,7 +68,7 @@ class _TerminalHandler(_Handler):
 
 def setup_logger(
     output: str | os.PathLike[str] | None = None,
-    distributed_rank: int = 0,
+    distributed_rank: int | None = None,
     *,
     color: bool = True,
     name: str = "hooktrain",
@@ -83,8 +84,9 @@ def setup_logger(
     Args:
         output: a file, if the name ends in .txt or .log; otherwise a folder, in which the file is
             log.txt. A file that exists is appended to. None writes no file.
-        distributed_rank: the rank of this process. Ranks above 0 do not write to the terminal, and
-            add ``.rank{N}`` to the name of the file. Ranks from 128 on write nothing.
+        distributed_rank: the rank of this process; None takes that of the process group, or before
+            that is made torchrun's. Ranks above 0 do not write to the terminal, and add
+            ``.rank{N}`` to the name of the file. Ranks from 128 on write nothing.
         color: whether to use colours on the terminal, if it has them. The variables NO_COLOR and
             FORCE_COLOR decide on that too.
         name: the name of the logger; "" is the root of all loggers.
@@ -100,6 +102,8 @@ def setup_logger(
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {list(LEVELS)}, but got {level!r}")
+    if distributed_rank is None:
+        distributed_rank = comm.get_rank() or int(os.environ.get("RANK", "0"))
     close_logger(name)
     logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG)

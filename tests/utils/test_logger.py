@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger, setup_logger, show_progress
 
 NAME = "hooktrain_of_this_test"
@@ -187,6 +188,19 @@ def test_each_of_128_ranks_has_a_file_and_the_first_the_terminal(
     setup_logger("many", distributed_rank=127, name=NAME)
     setup_logger("many", distributed_rank=128, name=NAME).warning("not read")
     assert [path.name for path in Path("many").iterdir()] == ["log.txt.rank127"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_rank_it_is_that_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(comm, "get_rank", lambda: 2)
+    setup_logger(tmp_path, name=NAME).info("hello")
+    monkeypatch.undo()
+    monkeypatch.setenv("RANK", "1")  # torchrun's, before there is a process group
+    setup_logger(tmp_path, name=NAME).info("hello")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["log.txt.rank1", "log.txt.rank2"]
     assert capsys.readouterr() == ("", "")
 
 

@@ -21,7 +21,7 @@ _last_logged_at: dict[object, float] = {}
 
 def setup_logger(
     output: AnyPath | None = None,
-    distributed_rank: int = 0,
+    distributed_rank: int | None = None,
     *,
     color: bool = True,
     name: str = "hooktrain",
