@@ -37,6 +37,7 @@ from hooktrain.engine.hooks import (
 from hooktrain.evaluation import (
     ClassificationEvaluator,
     DatasetEvaluator,
+    MetricEvaluator,
     inference_on_dataset,
 )
 from hooktrain.events import CommonMetricPrinter, JSONWriter
@@ -47,6 +48,7 @@ from toys import Counter, sgd
 
 ROOT = Path(__file__).parent.parent
 DATA = [torch.ones(2, 4)] * 4
+PAIRS = [(torch.ones(2, 4), torch.zeros(2))] * 4
 SAMPLES = TensorDataset(torch.ones(6, 4))
 WARNING = None  # in place of an error
 
@@ -236,6 +238,26 @@ class Retrains(DatasetEvaluator):
         self.model.train()
 
 
+class OfTorchmetrics:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Takes in a batch."""
+
+    def compute(self) -> float:
+        return 0.5
+
+    def reset(self) -> None:
+        """Forgets."""
+
+
+def precision(y_true: Tensor, y_pred: Tensor) -> float:
+    """In the order of scikit-learn."""
+    return 0.5
+
+
+def swapped(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b.argmax(1)).float().mean()
+
+
 RETRAINED = Net()
 CLASSES = ClassificationEvaluator("ab")
 
@@ -346,6 +368,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(EvalHook(1, lambda: 0.5)), TypeError, "dict.*0.5"),  # type: ignore[arg-type, return-value]
     (measure(DATA, lambda y, t: (y == t).mean()), ValueError, "not a lambda"),
     (measure(DATA, ClassificationEvaluator), TypeError, "not a class"),
+    (lambda: MetricEvaluator(OfTorchmetrics), TypeError, r"OfTorchmetrics\(\.\.\.\)"),
+    (measure(PAIRS, precision, two_scores), ValueError, "outputs first.*'y_true'"),
+    (measure(PAIRS, swapped, two_scores), IndexError, "outputs first"),
     (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
     (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),
     (lambda: train(EarlyStopping("acc", "max")), WARNING, "no metric 'acc'.*EvalHook"),

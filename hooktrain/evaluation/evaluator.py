@@ -1,10 +1,11 @@
 """Runs a model over a data set and hands its outputs to evaluators."""
 
+import inspect
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
 from operator import length_hint
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 5.0
 _END = object()
+# The first parameter of metrics that take the targets first.
+_NAMES_OF_TARGETS = {"target", "targets", "label", "labels", "y_true"}
 
 Callback = Callable[[], object]
 
@@ -81,10 +84,13 @@ class MetricEvaluator(DatasetEvaluator):
         target_key: the key of the targets in a batch that is a dict.
 
     Raises:
-        ValueError: for a lambda, since the result has the name of the function.
+        TypeError: for a class in place of an object.
+        ValueError: for a lambda, since the result has the name of the function; for a function
+            that takes the targets first, such as those of scikit-learn.
     """
 
     def __init__(self, metric: Any, target_key: str = "label") -> None:
+        _check_metric(metric)
         kind = type(metric).__name__
         self._name = getattr(metric, "__name__", kind)
         if self._name == "<lambda>":
@@ -107,6 +113,13 @@ class MetricEvaluator(DatasetEvaluator):
     def process(self, inputs: Any, outputs: Any) -> None:
         """Take in one batch."""
         targets = targets_of(inputs, self._target_key)
+        try:
+            self._add(outputs, targets)
+        except Exception as error:
+            add_note(error, f"{self._name} gets the outputs first, then the targets")
+            raise
+
+    def _add(self, outputs: Any, targets: Any) -> None:
         if not self._adds_up:
             count = len(targets)
             mean = self._metric(outputs, targets)
@@ -133,6 +146,19 @@ class MetricEvaluator(DatasetEvaluator):
         return total / sum(counts)
 
 
+def _check_metric(metric: Any) -> None:
+    if isinstance(metric, type):
+        raise TypeError(f"give an object, not a class: {metric.__name__}(...)")
+    names: list[str] = []
+    with suppress(TypeError, ValueError):  # some functions have no signature
+        names += inspect.signature(getattr(metric, "update", metric)).parameters
+    if names and names[0] in _NAMES_OF_TARGETS:
+        raise ValueError(
+            f"a metric gets the outputs first, then the targets, but {metric!r} begins with "
+            f"{names[0]!r}: give a function of (outputs, targets) that calls it"
+        )
+
+
 def targets_of(batch: Any, key: str) -> Any:
     """The targets in a batch: the last item of a tuple or list, or the item ``key`` of a dict."""
     if isinstance(batch, tuple | list):
@@ -154,9 +180,7 @@ class DatasetEvaluators(DatasetEvaluator):
     def __init__(self, evaluators: Sequence[Any]) -> None:
         self._evaluators: list[Any] = []
         for each in evaluators:
-            if isinstance(each, type):
-                raise TypeError(f"give an object, not a class: {each.__name__}(...)")
-            if not hasattr(each, "process"):
+            if isinstance(each, type) or not hasattr(each, "process"):
                 each = MetricEvaluator(each)
             self._evaluators.append(each)
 
