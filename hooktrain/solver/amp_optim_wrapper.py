@@ -140,7 +140,9 @@ class AmpOptimWrapper(OptimWrapper):
 
 def _device_type(optimizer: Optimizer) -> str:
     """The type of the device that the first parameter is computed on."""
-    parameter = optimizer.param_groups[0]["params"][0]
+    # A group whose parameters are all frozen may be empty.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameter = parameters[0]
     # Shards may be offloaded to the CPU, where nothing is computed.
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:

@@ -17,7 +17,7 @@ from hooktrain.solver.optim_state import (
     parameter_names,
 )
 from hooktrain.solver.param_groups import ParamGroup
-from hooktrain.utils.names import refuse_overrides
+from hooktrain.utils.names import call, refuse_overrides
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ class OptimWrapper:
         self.inner_count = 0
         self.prefix = ""
         self.skipped_updates = 0
-        self._clipping = None if clip_grad is None else _clipping(**clip_grad)
+        self._clipping = None
+        if clip_grad is not None:
+            self._clipping = call(_clipping, (), clip_grad, "(clip_grad)")
         self._first_count = 0  # inner_count when the accumulation began
         self._max_counts = (
             -1

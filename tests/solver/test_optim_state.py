@@ -17,6 +17,7 @@ from hooktrain.solver.optim_state import (
     load_optimizer_state,
     optimizer_state_dict,
     parameter_names,
+    without_schedules,
 )
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
@@ -376,3 +377,21 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     load(model, Own(model.parameters(), lr=0.1), state)
     with pytest.raises(ValueError, match="AdamW"):
         load(model, AdamW(model.parameters()), state)
+
+
+def test_settings_that_were_scheduled_stay_as_built_without_the_hooks() -> None:
+    model = net("a")
+    old = AdamW(model.parameters(), lr=0.1, betas=(0.5, 0.9), weight_decay=0.3)
+    old.param_groups[0].update(initial_lr=1.0, initial_betas=(0.7, 0.9))
+    state = saved(model, old)
+    for loaded, of_several in ((state, False), ({"one": state}, True)):
+        kept = without_schedules(loaded)
+        optimizer = AdamW(model.parameters(), lr=0.2, betas=(0.6, 0.8))
+        load(model, optimizer, kept["one"] if of_several else kept)
+        [group] = optimizer.param_groups
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (
+            0.2,
+            (0.6, 0.8),
+            0.3,
+        )
+        assert not [key for key in group if key.startswith("initial_")]

@@ -75,16 +75,22 @@ def test_updates_equal_a_loop_written_by_hand_bit_for_bit(
         ({"clip_grad": {"type": "both"}}, ValueError, "'both'"),
         ({"clip_grad": {"type": "value", "max_norm": 1}}, ValueError, "clip_value"),
         ({"clip_grad": {"max_norm": 1, "norm": 2}}, TypeError, "'norm'"),
+        ({"clip_grad": {"max_nrom": 1}}, TypeError, "did you mean 'max_norm'"),
         ({"accumulative_counts": 0}, ValueError, ": 0"),
         ({"accumulative_counts": 2.5}, ValueError, ": 2.5"),
         ({"dtype": "float32"}, ValueError, "'float32'"),
     ],
 )
 def test_a_wrong_argument_is_refused(
-    options: dict[str, Any], error: type[Exception], message: str
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error) as caught:
         wrap(LinearLoss(), **options)
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert message in told + caplog.text  # where Python has no notes, they are logged
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
@@ -224,6 +230,14 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
 def test_mixed_precision_on_the_cpu_is_bfloat16_unless_asked_for_otherwise() -> None:
     assert AmpOptimWrapper(sgd(LinearLoss())).dtype is torch.bfloat16
     assert AmpOptimWrapper(sgd(LinearLoss()), torch.float16).dtype is torch.float16
+
+
+def test_the_first_group_may_be_empty_in_lower_precision_too() -> None:
+    model = LinearLoss()
+    groups = [{"params": []}, {"params": [*model.parameters()]}]
+    wrapper: Any = AmpOptimWrapper(torch.optim.SGD(groups, lr=0.1))
+    assert (wrapper.device_type, wrapper.dtype) == ("cpu", torch.bfloat16)
+    assert wrapper.update_params(model(batches(1)[0]))
 
 
 def test_a_skipped_update_leaves_nothing_in_the_momentum_of_fused_sgd() -> None:
