@@ -105,7 +105,7 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     _, model = prepare_model(cfg)
     checkpointer = Checkpointer(model, cfg.train.output_dir)
     if best:
-        load_best(checkpointer)
+        load_best(checkpointer, cfg.train.best_mode)
     elif cfg.train.init_checkpoint and not resume:
         load_whole(checkpointer, cfg.train.init_checkpoint)
     else:
@@ -120,17 +120,25 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     return results
 
 
-def load_best(checkpointer: Checkpointer) -> None:
-    """Load the best model of the folder, a file or a folder of shards, and say which it is."""
+def load_best(checkpointer: Checkpointer, mode: str | None) -> None:
+    """Load the best model of the folder, a file or a folder of shards, and say which it is.
+
+    A kill may leave both, of a run that has changed from one to the other.
+    """
     folder = Path(checkpointer.save_dir)
-    path = folder / "model_best.pth"
-    if not path.exists():
-        path = folder / "model_best"
-    if not path.exists():
+    paths = [folder / "model_best.pth", folder / "model_best"]
+    paths = [path for path in paths if path.exists()]
+    if not paths:
         raise FileNotFoundError(
             f"there is no model_best.pth in {str(folder)!r}: a run with an evaluation and "
             "train.best_metric saves it"
         )
+
+    def value(path: Path) -> float:
+        metric: float = checkpointer.read(path)["best"]["best_metric"]
+        return -metric if mode == "min" else metric
+
+    path = paths[0] if len(paths) == 1 else max(paths, key=value)
     best = load_whole(checkpointer, path)["best"]
     text = "The best %s of the run was %.4g, at iteration %d"
     logger.info(text, best["metric"], best["best_metric"], best["best_iter"])

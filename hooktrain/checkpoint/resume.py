@@ -8,7 +8,7 @@ the other checkpoints of the folder are tried.
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -157,9 +157,7 @@ def files_to_delete(
 
 
 def delete_old(newest: str, *, prefix: str, max_to_keep: int, iteration: int) -> None:
-    """Delete the checkpoints that are too old, if the one just saved is intact.
-
-    What cannot be deleted is logged.
+    """Delete the checkpoints that are too old, by :func:`delete_replaced`.
 
     Args:
         newest: the path of the one just saved, a file or a folder.
@@ -168,7 +166,21 @@ def delete_old(newest: str, *, prefix: str, max_to_keep: int, iteration: int) ->
         iteration: of the one just saved.
     """
     folder = os.path.dirname(newest)
-    old = files_to_delete(folder, prefix, max_to_keep, iteration)
+    delete_replaced(newest, files_to_delete(folder, prefix, max_to_keep, iteration))
+
+
+def delete_replaced(newest: str, names: Iterable[str]) -> None:
+    """Delete older checkpoints, if the one just saved is intact.
+
+    What cannot be deleted is logged.
+
+    Args:
+        newest: the path of the one just saved, a file or a folder.
+        names: of the others, in the same folder. Some may be missing.
+    """
+    folder = os.path.dirname(newest)
+    there = checkpoint_names(folder)
+    old = [name for name in names if name in there]
     if not old:
         return
     files = [newest]

@@ -19,6 +19,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.utils.logger import close_logger
 from processes import run_program
+from toys import model_of
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = str(ROOT / "configs" / "digits_cnn.py")
@@ -133,6 +134,20 @@ def test_another_model_than_that_of_the_run_is_not_evaluated(
             tool.main(arguments(*how, "model.channels=3"))
     finally:
         close_logger()
+
+
+@pytest.mark.parametrize(("mode", "value"), [("max", 0.75), ("min", 0.25)])
+def test_of_a_best_file_and_a_best_folder_the_better_one_is_evaluated(
+    mode: str, value: float, tmp_path: Path
+) -> None:
+    tool = load_tool("train_net")
+    for sharded, metric in [(False, 0.75), (True, 0.25)]:
+        saver = Checkpointer(model_of(metric), tmp_path, sharded=sharded)
+        best = {"metric": "a", "best_metric": metric, "best_iter": 4}
+        saver.save("model_best", best=best)
+    model = model_of(0.0)
+    tool.load_best(Checkpointer(model, tmp_path), mode)
+    assert model.bias.item() == value
 
 
 @pytest.mark.parametrize("flags", ["--best", "--dry-run --resume"])

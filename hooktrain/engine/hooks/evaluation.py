@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.checkpoint.resume import checkpoint_names, delete_replaced
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.evaluation import flatten_results_dict
@@ -205,7 +206,7 @@ class BestCheckpointer(HookBase):
     value so far is state of this hook.
 
     A resumed run never overwrites a better model, not even one that was saved after the
-    checkpoint it resumes from. No run resumes from the file.
+    checkpoint it resumes from, or as a folder where it saves files. No run resumes from the file.
 
     Args:
         eval_period: that of the ``EvalHook``; 0 looks at the end of training only.
@@ -246,7 +247,9 @@ class BestCheckpointer(HookBase):
         self._compare: Any = operator.gt if self._mode == "max" else operator.lt
         self._file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
-        self._file = file_prefix if checkpointer.sharded else f"{file_prefix}.pth"
+        self._file, self._other = f"{file_prefix}.pth", file_prefix
+        if checkpointer.sharded:
+            self._file, self._other = self._other, self._file
         self._ema = ema
         self.best_metric: float | None = None
         self.best_iter: int | None = None
@@ -257,7 +260,7 @@ class BestCheckpointer(HookBase):
             self._follow_file()
 
     def _follow_file(self) -> None:
-        """Take the best value from the file, where that has one.
+        """Take the best value from the file or folder, where that has one.
 
         The state of the checkpoint is not enough: the file may have been saved after it, and an
         accelerator may compute other numbers the second time. A file that is broken or gone is to
@@ -266,17 +269,22 @@ class BestCheckpointer(HookBase):
         saver = self._checkpointer
         if not saver.save_to_disk:
             return  # the main process tells its value
-        path = os.path.join(saver.save_dir, self._file)
-        content = None
-        if os.path.exists(path):
-            try:
-                content = read_checkpoint(path, "meta")
-            except CorruptCheckpointError as error:
-                logger.error("The next best model replaces a broken file: %s", error)
-        if content is None:
+        found = []
+        for name in checkpoint_names(saver.save_dir):
+            if name in (self._file, self._other):
+                path = os.path.join(saver.save_dir, name)
+                try:
+                    found.append(read_checkpoint(path, "meta").get("best", {}))
+                except CorruptCheckpointError as error:
+                    logger.error(
+                        "The next best model replaces a broken file: %s", error
+                    )
+        known = [best for best in found if best.get("metric") == self._val_metric]
+        if known or not found:
             self.best_metric = self.best_iter = None
-        else:
-            self.load_state_dict(content.get("best", {}))
+        for best in known:  # a kill may have left a file and a folder
+            if is_better(best["best_metric"], self.best_metric, self._mode):
+                self.load_state_dict(best)
 
     def after_step(self) -> None:
         """Look at the metric after an evaluation."""
@@ -330,6 +338,7 @@ class BestCheckpointer(HookBase):
             self._checkpointer.save(
                 self._file_prefix,
                 tag=False,
+                on_saved=partial(delete_replaced, names=[self._other]),
                 on_full=partial(self._go_on, best),
                 iteration=iteration,
                 best=self.state_dict(),

@@ -1,6 +1,7 @@
 import copy
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,25 @@ def test_a_resumed_run_keeps_a_better_model(
     best_of(tmp_path, [0.25, 0.125, 0.25], state=state, sharded=sharded)
     file = read_checkpoint(str(next(tmp_path.glob("model_best*"))))
     assert file["best"] == {"metric": "acc", "best_metric": kept, "best_iter": 0}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_run_that_changes_between_files_and_folders_keeps_the_better_model(
+    sharded: bool, tmp_path: Path
+) -> None:
+    names = ["model_best.pth", "model_best"]
+    old, new = names if sharded else reversed(names)
+    _, first = best_of(tmp_path, [0.5], sharded=not sharded)
+    _, second = best_of(tmp_path, [0.25], first.state_dict(), sharded=sharded)
+    assert not (tmp_path / new).exists()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    best_of(tmp_path, [0.75, 0.625], second.state_dict(), sharded=sharded)
+    assert read_checkpoint(str(tmp_path / new))["best"]["best_metric"] == 0.75
+    assert not (tmp_path / old).exists()
+    # After a kill between the save and the deletion the better one of both counts.
+    (tmp_path / "copy" / old).rename(tmp_path / old)
+    hook, _ = best_of(tmp_path, [0.625], second.state_dict(), sharded=sharded)
+    assert hook.best_metric == 0.75
 
 
 @pytest.mark.parametrize("is_older", [False, True])
