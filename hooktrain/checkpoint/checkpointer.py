@@ -19,7 +19,9 @@ from hooktrain.checkpoint.loading import (
 from hooktrain.checkpoint.resume import (
     OF_A_RUN,
     checkpoint_names,
+    iteration_in_name,
     names_to_resume,
+    write_iteration,
     write_pointer,
 )
 from hooktrain.checkpoint.sources import local_path
@@ -215,6 +217,9 @@ class Checkpointer:
 
         def finish() -> None:
             if tag:
+                number = iteration_in_name(name, of_a_run=self._of_a_run)
+                if number is None and "iteration" in extra:
+                    write_iteration(self.save_dir, extra["iteration"])
                 self.tag_last_checkpoint(name)
             if on_saved is not None:
                 on_saved(path)

@@ -33,6 +33,8 @@ from hooktrain.utils.file_io import (
 logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
+# The iteration of the checkpoint that the pointer names, where its name does not tell it.
+_ITERATION = ".last_iteration"
 
 # Files with other names may be anybody's.
 OF_A_RUN = re.compile(rf"(.+)_([0-9]{{7,}}|final)(\.pth|{MOVED_ASIDE})?")
@@ -44,6 +46,26 @@ def write_pointer(save_dir: str, name: str) -> None:
     """Make a checkpoint the one to resume from: by its name alone, so the folder may be moved."""
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
+
+
+def write_iteration(save_dir: str, iteration: int) -> None:
+    """Keep the iteration of a checkpoint without a number, since the checkpoint may break.
+
+    It is written before the pointer. Until that is moved, it names a checkpoint with a number.
+    """
+    with atomic_write(os.path.join(save_dir, _ITERATION)) as file:
+        file.write(str(iteration).encode())
+
+
+def _pointed_iteration(
+    save_dir: AnyPath, pointed: str, of_a_run: re.Pattern[str]
+) -> int | None:
+    """The iteration of the checkpoint that the pointer names, or None if it is not known."""
+    iteration = iteration_in_name(pointed, of_a_run=of_a_run)
+    if pointed and iteration is None:
+        with suppress(OSError, ValueError):
+            iteration = int(Path(save_dir, _ITERATION).read_bytes())
+    return iteration
 
 
 def read_pointer(save_dir: AnyPath) -> str:
@@ -86,7 +108,7 @@ def names_to_resume(
     pointed = read_pointer(save_dir)
     if pointed:
         yield pointed
-    limit = iteration_in_name(pointed, of_a_run=of_a_run)
+    limit = _pointed_iteration(save_dir, pointed, of_a_run)
     others = []
     for name in checkpoint_names(save_dir):
         if name == pointed or not of_a_run.fullmatch(name):

@@ -107,7 +107,7 @@ def test_a_save_comes_back_from_files_as_in_detectron2(tmp_path: Path) -> None:
     saved = model_of(3)
     checkpointer = Checkpointer(saved, tmp_path, trainer=Counter(5))
     checkpointer.save("a", iteration=9, note=[1, "x"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pth", "last_checkpoint"]
+    assert names(tmp_path) == ["a", "last_checkpoint"]
     assert (tmp_path / "last_checkpoint").read_text() == "a.pth"
     state = torch.load(tmp_path / "a.pth", weights_only=True)
     assert list(state) == ["model", "trainer", "iteration", "note"]
@@ -755,7 +755,7 @@ def trained(model: nn.Module, folder: Path, **options: Any) -> Any:
 
 
 def shown(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
 
 
 SAVED = {

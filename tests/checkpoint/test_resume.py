@@ -140,6 +140,23 @@ def test_the_final_file_is_compared_by_the_iteration_in_it(folder: Path) -> None
     assert resumed(folder) == 149
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_after_a_broken_final_file_comes_the_newest_one_of_its_run(
+    sharded: bool, folder: Path
+) -> None:
+    save(folder, "model_0090009", 90_009)  # of an earlier run, which was longer
+    path = save(folder, "model_final", 39, sharded)
+    os.truncate(path / "state.pth" if sharded else path, 100)
+    assert resumed(folder) == 29
+    # The run was made longer then.
+    save(folder, "model_0000049", 49)
+    save(folder, "model_0000059", 59)
+    flip(folder / "model_0000059.pth")
+    assert resumed(folder) == 49
+    (folder / "last_checkpoint").unlink()
+    assert resumed(folder) == 90_009
+
+
 def test_after_a_broken_file_comes_an_older_one(folder: Path) -> None:
     save(folder, "model_0090009", 90_009)
     (folder / "last_checkpoint").write_text("model_0000019.pth")

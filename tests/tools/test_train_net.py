@@ -69,8 +69,8 @@ def test_a_run_leaves_what_the_readme_promises(finished: tuple[Path, str]) -> No
     assert "total_loss: " in printed
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
     models = {f"model_{end}.pth" for end in ("0000004", "0000009", "best", "final")}
-    files = {".lock", "config.json", "last_checkpoint", "log.txt", "metrics.json"}
-    assert names == models | files
+    files = {"config.json", "last_checkpoint", "log.txt", "metrics.json"}
+    assert names == models | files | {".lock", ".last_iteration"}
     assert [line["iteration"] for line in rows(folder)] == [3, 7, 11, 12]
     assert {"total_loss", "lr", "time", "data_time"} <= set(rows(folder)[1])
 

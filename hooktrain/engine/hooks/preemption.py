@@ -29,11 +29,11 @@ class Preemption(HookBase):
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
     ranks stop after the same iteration, also if not all of them got the signal: they exchange their
     flags every ``sync_period`` iterations, or every ten seconds or so, if that is sooner. An
-    accumulation that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written,
-    with the prefix and the ``max_to_keep`` of the run's :class:`PeriodicCheckpointer`. Then
-    ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
-    SIGINT. There is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on
-    as if nothing had happened.
+    accumulation that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written
+    unless it has just been, with the prefix and the ``max_to_keep`` of the run's
+    :class:`PeriodicCheckpointer`. Then ``SystemExit`` is raised with the code 128 + the signal's
+    number: 143 for SIGTERM, 130 for SIGINT. There is no final evaluation, and ``trainer.succeeded``
+    is False. A resumed run goes on as if nothing had happened.
 
     A second signal ends the process at once, by the handlers that were there before. Within a
     second of the first it does so only if it is another signal: schedulers signal all processes,
@@ -106,10 +106,14 @@ class Preemption(HookBase):
             return
         name = signal.Signals(self._agreed).name
         logger.warning("Ending the run after iteration %d: %s", trainer.iter, name)
-        trainer.prepare_save()
-        self._saving().save_numbered(trainer.iter)
-        # To a launcher, a rank that has ended has failed: it would end one that still writes.
+        saving = self._saving()
+        # What is being saved in the background may be this iteration, and it may fail.
         comm.on_all_ranks(self.checkpointer.wait)
+        if not comm.on_main_process(lambda: saving.saved_iter == trainer.iter):
+            trainer.prepare_save()
+            saving.save_numbered(trainer.iter)
+            # To a launcher, a rank that has ended has failed: it would end one that still writes.
+            comm.on_all_ranks(self.checkpointer.wait)
         # The other hooks come first, so that train() can be called again, as in a notebook.
         trainer.raise_later(SystemExit(128 + self._agreed))
 

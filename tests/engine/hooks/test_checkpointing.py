@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
     return sorted(
         path.name
         for path in folder.iterdir()
-        if path.name not in ("last_checkpoint", ".lock")
+        if path.name not in ("last_checkpoint", ".last_iteration", ".lock")
     )
 
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, checkpointer
+from hooktrain.checkpoint import Checkpointer, checkpointer, folders
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine import HookBase, SimpleTrainer, StepTrainer
@@ -120,6 +121,37 @@ def finish(folder: Path, iteration: int) -> tuple[bool, int]:
     trainer = preemptible(folder, evaluate, signals, gather_metric_period=4)
     trainer.train(max_iter=8)
     return trainer.succeeded, len(evaluated)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"background": True}, {"background": True, "sharded": True}]
+)
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_iteration_that_is_saved_anyway_is_saved_once_unless_the_disk_was_full(
+    is_full: bool,
+    options: dict[str, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved = []
+    writer = folders if "sharded" in options else checkpointer
+    name = "save_folder" if "sharded" in options else "write_file"
+    write = getattr(writer, name)
+
+    def note(state: Any, path: str, *args: Any) -> None:
+        saved.append(Path(path).stem)
+        if is_full and len(saved) == 1:
+            raise OSError(errno.ENOSPC, "full", path)
+        write(state, path, *args)
+
+    monkeypatch.setattr(writer, name, note)
+    for _ in range(2):  # as in a notebook
+        saved.clear()
+        trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 3), **options)
+        with pytest.raises(SystemExit):
+            trainer.train(0, max_iter=10)
+        assert saved == ["model_0000003"] * (1 + is_full)
+    assert pointer(tmp_path).startswith("model_0000003")
 
 
 @pytest.mark.parametrize("again", ["in a new process", "as in a notebook"])
@@ -236,7 +268,7 @@ def test_in_another_thread_it_says_that_it_ignores_signals(
 def test_the_process_outlives_what_it_saves_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited = threading.Event()
+    waited, waits = threading.Event(), []
     real_wait = Checkpointer.wait
 
     def save_late(*args: Any) -> None:
@@ -244,13 +276,15 @@ def test_the_process_outlives_what_it_saves_in_the_background(
         write_file(*args)
 
     def wait(saver: Checkpointer) -> None:
-        waited.set()
+        waits.append(saver)
+        if len(waits) == 2:  # the first one is before the save
+            waited.set()
         real_wait(saver)
 
     monkeypatch.setattr(checkpointer, "write_file", save_late)
     monkeypatch.setattr(Checkpointer, "wait", wait)
     trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 1), background=True)
-    waited.clear()  # nothing is being saved yet
+    waits.clear()  # nothing is being saved yet
     with pytest.raises(SystemExit):
         trainer.train(max_iter=3)
     assert pointer(tmp_path) == "model_0000001.pth"
