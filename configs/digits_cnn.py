@@ -12,7 +12,6 @@ optimizer.weight_decay = 2e-3
 train.output_dir = "./output/digits_cnn"
 train.max_iter = 2000
 train.checkpointer.period = 250
-train.checkpointer.max_to_keep = 3
 train.eval_period = 250
 train.best_metric = "classification/accuracy"
 train.best_mode = "max"

@@ -99,7 +99,6 @@ train.cudnn_benchmark = True
 train.amp = dict(enabled=GPU, dtype="bfloat16")
 train.ema = dict(enabled=True, decay=EMA_DECAY)
 train.checkpointer.period = "1 epoch"
-train.checkpointer.max_to_keep = 3
 train.eval_period = "1 epoch"
 train.best_metric = "classification/accuracy@1"
 train.best_mode = "max"

@@ -33,7 +33,6 @@ fast = torch.accelerator.is_available() or torch.cpu._is_avx512_bf16_supported()
 train.amp = dict(enabled=fast, dtype="bfloat16")
 train.ema = dict(enabled=True, decay=0.99)
 train.checkpointer.period = 250
-train.checkpointer.max_to_keep = 3
 train.eval_period = 250
 train.best_metric = "text/bits_per_character"
 train.best_mode = "min"

@@ -220,7 +220,7 @@ def default_hooks(
     scheduler: Any = None,
     checkpointer: Checkpointer,
     checkpoint_period: int | str,
-    max_to_keep: int | None = None,
+    max_to_keep: int | None = 3,
     eval_function: Callable[[], Mapping[str, Any] | None] | None = None,
     eval_period: int | str = 0,
     best_metric: str | None = None,

@@ -41,7 +41,7 @@ def train_settings() -> dict[str, Any]:
         ema=dict(enabled=False, decay=0.999),
         checkpointer=dict(
             period=5000,
-            max_to_keep=100,
+            max_to_keep=3,
             background=False,  # training waits for a copy of the state only, and a thread writes it
             sharded=False,  # a folder that each rank writes its part of, instead of one file
         ),

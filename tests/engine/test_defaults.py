@@ -26,6 +26,7 @@ from hooktrain.engine import (
     default_setup,
     default_writers,
     hooks,
+    train_settings,
 )
 from hooktrain.events import CommonMetricPrinter, JSONWriter
 from hooktrain.solver import (
@@ -361,6 +362,13 @@ def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None
         hooks.Watchdog,
         hooks.RunSummary,
     ]
+
+
+def test_a_script_keeps_as_many_checkpoints_as_a_configuration() -> None:
+    saver = Checkpointer(nn.Linear(1, 1))
+    made = default_hooks(checkpointer=saver, checkpoint_period=5)
+    kept = [hook.max_to_keep for hook in made if hasattr(hook, "max_to_keep")]
+    assert kept == [train_settings()["checkpointer"]["max_to_keep"]] == [3]
 
 
 @pytest.mark.parametrize("lacking", ["test", "evaluator"])
