@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hooktrain.data.batches import Batches
 from hooktrain.engine.losses import LOOK_AGAIN
 from hooktrain.engine.preflight import check_parts, log_size, versions, warn_of_idle
-from hooktrain.engine.train_loop import HookBase, State, TrainerBase
+from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model
@@ -159,12 +159,8 @@ class ModelTrainer(TrainerBase):
         self._first_versions = {}
 
     def _look_at_own_step(self) -> None:
-        waiting = []
-        for hook in self._hooks:
-            name = type(hook).__name__
-            is_own = type(hook).after_backward is not HookBase.after_backward
-            if is_own and not name.startswith("_"):
-                waiting.append(name)
+        kinds = {type(hook) for hook in self._hooks}
+        waiting = [kind.__name__ for kind in kinds if names_used(kind.after_backward)]
         if waiting and not self._has_backward:
             logger.warning(
                 "run_step has not called self.after_backward(), which %s may need",

@@ -32,8 +32,8 @@ class JSONWriter(ScalarWriter):
     def __init__(
         self, json_file: str | os.PathLike[str], window_size: int = 20
     ) -> None:
-        self.path: Path = Path(json_file).absolute()
-        super().__init__(self.path.name, window_size)
+        self._path = Path(json_file)
+        super().__init__(self._path.name, window_size)
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
         """Append what is new.
@@ -51,9 +51,9 @@ class JSONWriter(ScalarWriter):
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         # There is no buffer, since one would write later what a full disk has refused.
-        with open(self.path, "ab", buffering=0) as file:
+        with open(self._path, "ab", buffering=0) as file:
             end = file.tell()
             try:
                 while text:
@@ -72,34 +72,38 @@ class JSONWriter(ScalarWriter):
 
         Raises:
             RuntimeError: if another run is using the folder.
+            ValueError: if another writer of this run writes to the file.
         """
+        storage = get_event_storage()
+        path = str(self._path.resolve())
+        if storage.writers.setdefault(path, self) is not self:
+            raise ValueError(f"two writers of {path!r}: are hooks registered twice?")
         if not comm.is_main_process():
             return
         super().rewind(iteration)
-        storage = get_event_storage()
         saved_size = storage.file_sizes.get(self.name)
         data = b""
-        if self.path.exists():
-            lock_folder(self.path.parent)  # the lines may be another run's
-            data = self.path.read_bytes()
+        if self._path.exists():
+            lock_folder(self._path.parent)  # the lines may be another run's
+            data = self._path.read_bytes()
         if saved_size is not None:
             saved_at = iteration - 1
             saved_size = self._with_late_write(data, saved_size, saved_at)
         kept = []
         last = -1
-        for text, line in _read_lines(self.path, data[:saved_size]):
+        for text, line in _read_lines(self._path, data[:saved_size]):
             if line["iteration"] < iteration:
                 text = text.rstrip() + b"\n"
                 kept.append(text)
                 last = max(last, line["iteration"])
         cut = b"".join(kept)
         if cut != data:
-            with atomic_write(self.path) as file:
+            with atomic_write(self._path) as file:
                 file.write(cut)
         storage.file_sizes[self.name] = len(cut)
         if saved_size is not None and len(data) < saved_size:
             lost = "METRICS ARE LOST: %s has %d of %d bytes, nothing after iteration %d"
-            logger.error(lost, self.path, len(data), saved_size, last)
+            logger.error(lost, self._path, len(data), saved_size, last)
 
     def _with_late_write(self, data: bytes, size: int, iteration: int) -> int:
         """The saved size, and the line of the saved iteration if it was written after the save.
@@ -113,7 +117,7 @@ class JSONWriter(ScalarWriter):
         wanted = dict(found[iteration])
         wanted["iteration"] = iteration
         end = size
-        for text, line in _read_lines(self.path, data[size:]):
+        for text, line in _read_lines(self._path, data[size:]):
             end += len(text)
             if wanted.items() <= line.items():
                 self.mark_written(storage)

@@ -65,6 +65,7 @@ class EventStorage:
         info: plain values that are saved with the metrics.
         written: by writer and by metric, how many values are written.
         file_sizes: by name, the size of each file of metrics in bytes.
+        writers: by name and by file, the writers of the run that has entered the storage.
     """
 
     trainer: Any = None
@@ -74,6 +75,7 @@ class EventStorage:
         self.info: dict[str, Any] = {}
         self.written: dict[str, dict[str, int]] = {}
         self.file_sizes: dict[str, int] = {}
+        self.writers: dict[str, Any] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._tensors: list[Tensor] = []  # those on a device, among the pending values
@@ -239,6 +241,7 @@ class EventStorage:
             self._current_prefix = outer
 
     def __enter__(self) -> "EventStorage":
+        self.writers = {}
         outer = _entered.get()
         _entered.set((*outer, self))
         return self

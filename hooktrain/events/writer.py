@@ -1,7 +1,6 @@
 """The base classes of writers of metrics, and a writer for experiment trackers."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hooktrain.events.history import Entry, HistoryBuffer
@@ -44,15 +43,12 @@ class ScalarWriter(EventWriter):
         window_size: how many iterations to smooth over, where a metric's hint says so.
 
     Attributes:
-        name: the name under which the storage keeps how much the writer has written. A
-            ``PeriodicWriter`` gives each writer of a run a name of its own.
-        path: the absolute path of the only file that it writes, if there is one.
+        name: the name under which the storage keeps how much the writer has written: its kind.
+            Further writers of a kind get ``#1``, ``#2`` behind it, in the order of their rewinds.
     """
 
-    path: Path | None = None
-
     def __init__(self, kind: str, window_size: int) -> None:
-        self.name = self.kind = kind
+        self.name = self._kind = kind
         self._window_size = window_size
         self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
 
@@ -108,6 +104,11 @@ class ScalarWriter(EventWriter):
     def rewind(self, iteration: int) -> None:
         """Continue after the last write before the storage was saved."""
         storage = get_event_storage()
+        count = 0
+        self.name = self._kind
+        while storage.writers.setdefault(self.name, self) is not self:
+            count += 1
+            self.name = f"{self._kind}#{count}"
         written = storage.written.get(self.name, {})
         self._counts = {}
         for name, history in storage.histories().items():

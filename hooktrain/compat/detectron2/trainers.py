@@ -125,10 +125,9 @@ class _OuterHooks(engine.HookBase):
     """Calls the hooks of the outer trainer between backward and update of the inner one."""
 
     def __init__(self, outer: TrainerBase) -> None:
-        self._outer = weakref.proxy(outer)
-
-    def after_backward(self) -> None:
-        self._outer.after_backward()
+        outer = weakref.proxy(outer)
+        # The class does not override the method, since perhaps no outer hook needs it.
+        self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
 
 
 def _unlink(inner: Any) -> None:

@@ -1,15 +1,12 @@
 """How long the iterations take, when metrics are written, and how the run ended."""
 
 import logging
-import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.events import CommonMetricPrinter, EventWriter
-from hooktrain.events.writer import ScalarWriter
 from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.names import as_list
@@ -99,13 +96,7 @@ class PeriodicWriter(HookBase):
         self._period = Period(period)
 
     def before_train(self) -> None:
-        """Let the writers go on where the run starts.
-
-        Raises:
-            ValueError: if two of the run's writers write to one file.
-        """
-        hooks = self.trainer.hooks
-        _name_apart(w for hook in hooks for w in getattr(hook, "_writers", ()))
+        """Let the writers go on where the run starts."""
         for writer in self._writers:
             writer.rewind(self.trainer.start_iter)
             if isinstance(writer, CommonMetricPrinter):
@@ -135,26 +126,6 @@ class PeriodicWriter(HookBase):
                 stack.callback(writer.close)
                 if self.trainer.succeeded:
                     stack.callback(writer.write)
-
-
-def _name_apart(writers: Iterable[EventWriter]) -> None:
-    """Give each writer a name of its own, by which a resumed run knows what it has written.
-
-    The name of a file is its path from the folder that all of them are in, so that this folder may
-    be moved. Others are counted in their order.
-    """
-    scalars = [w for w in dict.fromkeys(writers) if isinstance(w, ScalarWriter)]
-    folders = [w.path.parent for w in scalars if w.path]
-    home = os.path.commonpath(folders) if folders else ""
-    counts: Counter[str] = Counter()
-    for writer in scalars:
-        name = os.path.relpath(writer.path, home) if writer.path else writer.kind
-        if counts[name] and writer.path:
-            raise ValueError(
-                f"two writers of {str(writer.path)!r}: are hooks registered twice?"
-            )
-        writer.name = f"{name}#{counts[name]}" if counts[name] else name
-        counts[name] += 1
 
 
 class RunSummary(HookBase):
