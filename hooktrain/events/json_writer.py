@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hooktrain.utils import comm
 from hooktrain.utils.file_io import atomic_write, lock_folder
 
 logger = logging.getLogger(__name__)
+
+_encoder = json.JSONEncoder(sort_keys=True)
 
 
 class JSONWriter(ScalarWriter):
@@ -51,9 +54,8 @@ class JSONWriter(ScalarWriter):
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         # There is no buffer, since one would write later what a full disk has refused.
-        with open(self._path, "ab", buffering=0) as file:
+        with self._open() as file:
             end = file.tell()
             try:
                 while text:
@@ -63,6 +65,13 @@ class JSONWriter(ScalarWriter):
                 file.truncate(end)
                 raise
             return file.tell()
+
+    def _open(self) -> FileIO:
+        try:
+            return open(self._path, "ab", buffering=0)
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return open(self._path, "ab", buffering=0)
 
     def rewind(self, iteration: int) -> None:
         """Remove what was written after the storage was saved, or from ``iteration`` on.
@@ -148,7 +157,7 @@ def _encode(line: dict[str, Any]) -> str:
     for name, value in line.items():
         if isinstance(value, float) and not math.isfinite(value):
             line[name] = str(value)
-    return json.dumps(line, sort_keys=True) + "\n"
+    return _encoder.encode(line) + "\n"
 
 
 def _read_lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:

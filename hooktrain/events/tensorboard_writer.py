@@ -72,10 +72,13 @@ class TensorboardXWriter(ScalarWriter):
                 raise
 
     def _send(self, storage: EventStorage, scalars: Metrics) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         writer: Any = self.summary_writer
         for iteration, metrics in scalars.items():
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, iteration)
+            # One event for all of them, since each event wakes the thread of torch's writer.
+            values = [Summary.Value(tag=n, simple_value=v) for n, v in metrics.items()]
+            writer.file_writer.add_summary(Summary(value=values), iteration)
         for name, image, iteration in storage._vis_data:
             if image.is_floating_point():
                 image = image.float()  # numpy has no bfloat16
