@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hooktrain.events import EventStorage
+from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.utils import comm
 from hooktrain.utils.names import is_loss
 
@@ -107,8 +108,6 @@ class LossRecorder:
     def exchange(self, finished: int, stop_requested: bool) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
-        Two collectives: a maximum, in :meth:`_agree`, and a sum.
-
         Args:
             finished: the number of finished iterations.
             stop_requested: whether a stop was requested on this rank.
@@ -121,14 +120,7 @@ class LossRecorder:
         times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        stopping, slowest = self._agree(list(waiting), times, stop_requested)
-        # The sums of the values, and how many there are.
-        sums = np.zeros((finished - first, len(self._columns), 2))
-        for name, history in waiting.items():
-            for value, i in history.since(first):
-                sums[i - first, self._columns[name]] += (value, 1)
-        if sums.size:
-            comm.all_reduce(torch.from_numpy(sums))
+        stopping, slowest, sums = self._reduce(waiting, times, first, stop_requested)
         for name, column in self._columns.items():
             for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:
@@ -138,24 +130,39 @@ class LossRecorder:
                 self._storage.put_scalar("data_time", seconds, cur_iter=i)
         return stopping
 
-    def _agree(
-        self, names: list[str], times: list[float], stop_requested: bool
-    ) -> tuple[int, list[float]]:
-        """Learn the names that all ranks use, who requests a stop, and the slowest times.
+    def _reduce(
+        self,
+        waiting: Mapping[str, HistoryBuffer],
+        times: list[float],
+        first: int,
+        stop_requested: bool,
+    ) -> tuple[int, list[float], NDArray[np.float64]]:
+        """Learn who requests a stop, the slowest times, and the sums of the values.
 
-        Each rank puts its number into a maximum if it has names that the others do not know.
-        The highest of these ranks broadcasts its names, until no rank has new ones.
+        Two collectives are in flight at once, so that they take the time of one: a maximum, and
+        a sum of the values whose names all ranks know. Each rank puts its number into the maximum
+        if it has other names. The highest of these ranks broadcasts its names, and both are made
+        again, until no rank has new ones.
         """
         rank = comm.get_rank()
+        group = comm.object_group()
         while True:
-            new = [name for name in names if name not in self._columns]
+            new = [name for name in waiting if name not in self._columns]
             has_new = rank if new else -1
             stopping = rank if stop_requested else -1
             largest = torch.tensor([has_new, stopping, *times], dtype=torch.float64)
-            comm.all_reduce(largest, dist.ReduceOp.MAX)
+            maximum = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
+            # The sums of the values, and how many there are.
+            sums = np.zeros((len(times), len(self._columns), 2))
+            for name in waiting.keys() & self._columns.keys():
+                for value, i in waiting[name].since(first):
+                    sums[i - first, self._columns[name]] += (value, 1)
+            if sums.size:
+                dist.all_reduce(torch.from_numpy(sums), group=group)
+            maximum.wait()
             speaker, highest, *slowest = largest.tolist()
             if speaker < 0:
-                return int(highest), slowest
+                return int(highest), slowest, sums
             for name in comm.broadcast(new, int(speaker)):
                 self._columns[name] = len(self._columns)
 
