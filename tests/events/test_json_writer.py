@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,12 @@ def test_a_line_has_what_is_new_at_an_iteration(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_somebody_has_deleted_is_made_again(path: Path) -> None:
+def test_a_folder_that_somebody_has_deleted_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "metrics.json"
     writer = JSONWriter(path)
     with EventStorage() as storage:
         for storage.iter in range(2):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path.parent, ignore_errors=True)
             storage.put_scalar("a", 1.0)
             writer.write()
     writer.close()

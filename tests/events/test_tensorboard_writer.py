@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.summary.writer import event_file_writer
 
 from faults import full_disk
@@ -57,6 +58,18 @@ def test_scalars_images_and_histograms_arrive_in_the_file(tmp_path: Path) -> Non
     assert (histogram.step, value.num, value.min, value.max) == (3, 12.0, 0.0, 11.0)
     assert (value.sum, value.sum_squares) == (66.0, 506.0)
     assert sum(value.bucket) == 12.0
+
+
+def test_the_metrics_of_an_iteration_are_one_event(tmp_path: Path) -> None:
+    writer = TensorboardXWriter(tmp_path)
+    with EventStorage(7) as storage:
+        storage.put_scalars(loss=1.0, accuracy=0.5, lr=0.1)
+        writer.write()
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    _, event = EventFileLoader(str(file)).Load()  # the first one has the version
+    assert event.step == 7
+    assert [value.tag for value in event.summary.value] == ["loss", "accuracy", "lr"]
 
 
 def test_the_writer_of_tensorboard_is_there_at_any_time(tmp_path: Path) -> None:
