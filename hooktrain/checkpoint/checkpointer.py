@@ -61,6 +61,10 @@ class Checkpointer:
             ``check_state_dict``, with the arguments of ``load_state_dict``, may refuse a state
             before anything is loaded.
 
+    Attributes:
+        saved_iteration: of the run's last complete checkpoint to resume from, or None. Only the
+            process that writes the pointer to it knows it.
+
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
     """
@@ -101,6 +105,7 @@ class Checkpointer:
         self.checkpointables: dict[str, Any] = {}
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
+        self.saved_iteration: int | None = None
         self._worker = BackgroundWorker("checkpoint")
         self._memory: Any = {}  # of the copy that the background writes
         self._group: ProcessGroup | None = None  # of the background's threads
@@ -143,6 +148,7 @@ class Checkpointer:
             RuntimeError: if another run is using the folder.
             OSError: if the folder cannot be made.
         """
+        self.saved_iteration = None
         storable(self._states())
         if not (self.save_to_disk and self.save_dir):
             return
@@ -217,10 +223,11 @@ class Checkpointer:
 
         def finish() -> None:
             if tag:
-                number = iteration_in_name(name, of_a_run=self._of_a_run)
-                if number is None and "iteration" in extra:
-                    write_iteration(self.save_dir, extra["iteration"])
+                iteration = extra.get("iteration")
+                if iteration_in_name(name, of_a_run=self._of_a_run) is None:
+                    write_iteration(self.save_dir, iteration)
                 self.tag_last_checkpoint(name)
+                self.saved_iteration = iteration
             if on_saved is not None:
                 on_saved(path)
 

@@ -48,7 +48,7 @@ def write_pointer(save_dir: str, name: str) -> None:
         file.write(name.encode())
 
 
-def write_iteration(save_dir: str, iteration: int) -> None:
+def write_iteration(save_dir: str, iteration: int | None) -> None:
     """Keep the iteration of a checkpoint without a number, since the checkpoint may break.
 
     It is written before the pointer. Until that is moved, it names a checkpoint with a number.
@@ -176,19 +176,6 @@ def files_to_delete(
     pointed = read_pointer(save_dir)
     old = ours[:-max_to_keep]
     return [name for _, name in old if name != pointed]
-
-
-def delete_old(newest: str, *, prefix: str, max_to_keep: int, iteration: int) -> None:
-    """Delete the checkpoints that are too old, by :func:`delete_replaced`.
-
-    Args:
-        newest: the path of the one just saved, a file or a folder.
-        prefix: of the names.
-        max_to_keep: how many to keep; see :func:`files_to_delete`.
-        iteration: of the one just saved.
-    """
-    folder = os.path.dirname(newest)
-    delete_replaced(newest, files_to_delete(folder, prefix, max_to_keep, iteration))
 
 
 def delete_replaced(newest: str, names: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import delete_old
+from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
 from hooktrain.engine.preflight import another_model
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.utils.file_io import publish
@@ -41,10 +41,6 @@ class PeriodicCheckpointer(HookBase):
             without a number are neither counted nor deleted.
         file_prefix: of the file names.
 
-    Attributes:
-        saved_iter: the iteration of the last numbered checkpoint that is complete, or None. Only
-            the process that ``on_saved`` is called in knows it.
-
     Raises:
         ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number, or for an
             impossible ``file_prefix``.
@@ -70,14 +66,12 @@ class PeriodicCheckpointer(HookBase):
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
-        self.saved_iter: int | None = None
         self._has_begun = False
         self._is_put_off = False
 
     def before_train(self) -> None:
         """Learn where the run ends; warn of what would not be saved."""
         self.max_iter = self.trainer.max_iter
-        self.saved_iter = None
         self._is_put_off = False
         self._begin(is_new=self.trainer.start_iter == 0)
         saved = self.checkpointer.checkpointables.values()
@@ -178,20 +172,16 @@ class PeriodicCheckpointer(HookBase):
         """
         self.checkpointer.save(
             f"{self.file_prefix}_{iteration:07d}",
-            on_saved=partial(self._finish, iteration),
+            on_saved=partial(self._delete_old, iteration),
             iteration=iteration,
             **options,
         )
 
-    def _finish(self, iteration: int, path: str) -> None:
-        self.saved_iter = iteration
+    def _delete_old(self, iteration: int, path: str) -> None:
         if self.max_to_keep is not None:
-            delete_old(
-                path,
-                prefix=self.file_prefix,
-                max_to_keep=int(self.max_to_keep),
-                iteration=iteration,
-            )
+            folder, count = self.checkpointer.save_dir, int(self.max_to_keep)
+            old = files_to_delete(folder, self.file_prefix, count, iteration)
+            delete_replaced(path, old)
 
     def _go_on(self, error: OSError) -> None:
         # The error names the path.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.checkpoint.resume import checkpoint_names, delete_replaced
+from hooktrain.checkpoint.resume import delete_replaced
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.evaluation import flatten_results_dict
@@ -247,9 +247,8 @@ class BestCheckpointer(HookBase):
         self._compare: Any = operator.gt if self._mode == "max" else operator.lt
         self._file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
-        self._file, self._other = f"{file_prefix}.pth", file_prefix
-        if checkpointer.sharded:
-            self._file, self._other = self._other, self._file
+        names = [f"{file_prefix}.pth", file_prefix]
+        self._file, self._other = reversed(names) if checkpointer.sharded else names
         self._ema = ema
         self.best_metric: float | None = None
         self.best_iter: int | None = None
@@ -269,22 +268,19 @@ class BestCheckpointer(HookBase):
         saver = self._checkpointer
         if not saver.save_to_disk:
             return  # the main process tells its value
-        found = []
-        for name in checkpoint_names(saver.save_dir):
-            if name in (self._file, self._other):
-                path = os.path.join(saver.save_dir, name)
-                try:
-                    found.append(read_checkpoint(path, "meta").get("best", {}))
-                except CorruptCheckpointError as error:
-                    logger.error(
-                        "The next best model replaces a broken file: %s", error
-                    )
-        known = [best for best in found if best.get("metric") == self._val_metric]
-        if known or not found:
+        path = os.path.join(saver.save_dir, self._file)
+        if not os.path.exists(path):
+            path = os.path.join(saver.save_dir, self._other)
+        content = None
+        if os.path.exists(path):
+            try:
+                content = read_checkpoint(path, "meta")
+            except CorruptCheckpointError as error:
+                logger.error("The next best model replaces a broken file: %s", error)
+        if content is None:
             self.best_metric = self.best_iter = None
-        for best in known:  # a kill may have left a file and a folder
-            if is_better(best["best_metric"], self.best_metric, self._mode):
-                self.load_state_dict(best)
+        else:
+            self.load_state_dict(content.get("best", {}))
 
     def after_step(self) -> None:
         """Look at the metric after an evaluation."""

@@ -106,12 +106,11 @@ class Preemption(HookBase):
             return
         name = signal.Signals(self._agreed).name
         logger.warning("Ending the run after iteration %d: %s", trainer.iter, name)
-        saving = self._saving()
         # What is being saved in the background may be this iteration, and it may fail.
         comm.on_all_ranks(self.checkpointer.wait)
-        if not comm.on_main_process(lambda: saving.saved_iter == trainer.iter):
+        if comm.broadcast(self.checkpointer.saved_iteration) != trainer.iter:
             trainer.prepare_save()
-            saving.save_numbered(trainer.iter)
+            self._saving().save_numbered(trainer.iter)
             # To a launcher, a rank that has ended has failed: it would end one that still writes.
             comm.on_all_ranks(self.checkpointer.wait)
         # The other hooks come first, so that train() can be called again, as in a notebook.
