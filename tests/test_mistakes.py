@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.loading import choose_parts
 from hooktrain.compat.mmengine import PolyLR
+from hooktrain.config import ConfigDict
 from hooktrain.data import build_train_loader
 from hooktrain.engine import (
     HookBase,
@@ -24,7 +25,9 @@ from hooktrain.engine import (
     StepTrainer,
     default_hooks,
     default_writers,
+    train_settings,
 )
+from hooktrain.engine.build import prepare_model
 from hooktrain.engine.hooks import (
     CallbackHook,
     EarlyStopping,
@@ -42,7 +45,12 @@ from hooktrain.evaluation import (
 )
 from hooktrain.events import CommonMetricPrinter, JSONWriter
 from hooktrain.model import BaseModel
-from hooktrain.solver import LinearParamScheduler, MultiStepParamScheduler, OptimWrapper
+from hooktrain.solver import (
+    CosineParamScheduler,
+    LinearParamScheduler,
+    MultiStepParamScheduler,
+    OptimWrapper,
+)
 from hooktrain.utils.logger import close_logger
 from toys import Counter, sgd
 
@@ -130,6 +138,40 @@ def beside_a_multiplier(kind: Any) -> Callable[[], Any]:
     return lambda: train(
         multiplier, lambda t: LRScheduler(scheduler=kind(t.optimizer, step_size=2))
     )
+
+
+class StepsItself(HookBase):
+    """Steps a scheduler that LRScheduler steps too."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def after_step(self) -> None:
+        self.scheduler.step()
+
+
+def stepped_twice(place: int) -> Callable[[], Any]:
+    """By a hook before or behind LRScheduler."""
+
+    def run() -> None:
+        model = Net()
+        optimizer = sgd(model)
+        scheduler = StepLR(optimizer, step_size=2)
+        hooks: list[HookBase] = [LRScheduler(scheduler=scheduler)]
+        hooks.insert(place, StepsItself(scheduler))
+        train(*hooks, model=model, optimizer=lambda _: optimizer)
+
+    return run
+
+
+def short_cycle() -> None:
+    train(lambda t: LRScheduler(scheduler=OneCycleLR(t.optimizer, 0.1, total_steps=3)))
+
+
+def configured(train: Any = None, **parts: Any) -> Callable[[], Any]:
+    """A configuration with other settings or parts."""
+    settings = {**train_settings(), **(train or {})}
+    return lambda: prepare_model(ConfigDict(train=settings, **parts))
 
 
 def small(batch_size: int = 2) -> SimpleTrainer:
@@ -323,6 +365,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: small().run_step(), RuntimeError, r"train\(\) calls run_step\(\)"),
     (default_hooks_twice, ValueError, "registered twice"),
     (without_gradients, ValueError, "no_grad"),
+    # Names of a configuration
+    (configured(lr_multiplyer={}), ValueError, "did you mean 'lr_multiplier'"),
+    (configured(dataloader={"trian": 1}), ValueError, "dataloader.trian.*'train'"),
+    (configured({"ddp": {"broadcast_bufers": 1}}), ValueError, "train.ddp.*_buffers'"),
+    (configured({"ema": {"enabeld": True}}), ValueError, "train.ema.*'enabled'"),
     # Lengths and periods
     (lambda: train(max_iter=None), ValueError, "max_iter=None"),
     (lambda: train(max_iter=1e2), ValueError, "max_iter=100.0"),
@@ -332,6 +379,10 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, "0.1 x 0.1 = 0.01"),
     (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3"),
     (schedule(ReduceLROnPlateau(sgd(Net()))), ValueError, r"LRScheduler\(metric="),
+    (schedule(CosineParamScheduler(0.0, 1.0)), WARNING, "rises until the end"),
+    (stepped_twice(0), WARNING, "another hook"),
+    (stepped_twice(1), WARNING, "another hook"),
+    (short_cycle, ValueError, "total_steps=3, and takes 4"),
     (schedule(None), TypeError, "ParamScheduler.*None"),
     (beside_a_multiplier(StepLR), ValueError, "multiplier"),
     (schedule({"type": "PolyLR"}), TypeError, "compat.mmengine.*'PolyLR'"),

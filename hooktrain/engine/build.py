@@ -59,7 +59,6 @@ def build_trainer(
         trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
         trainer.train(max_iter=cfg.train.max_iter)
     """
-    check_settings(cfg.train)
     resolve(cfg)  # what refers to what a script has changed
     strategy, model = prepare_model(cfg)
     loader = instantiate(cfg.dataloader.train)
@@ -82,9 +81,11 @@ def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
     The constructor of a model has initialised its weights, unless its ``is_init`` is False.
 
     Raises:
+        ValueError: for a misspelt key; see :func:`hooktrain.engine.settings.check_settings`.
         TypeError: if ``train.strategy`` is an object, which ``train`` could not change.
         ImportError: for an unknown strategy or wrapper.
     """
+    check_settings(cfg)
     train = cfg.train
     if isinstance(train.strategy, BaseStrategy):
         raise TypeError(

@@ -1,9 +1,15 @@
-"""What ``train`` of a configuration can hold."""
+"""What a configuration, and its ``train``, can hold."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from hooktrain.utils.names import did_you_mean
+
+_PARTS = {
+    **dict.fromkeys(("model", "optimizer", "lr_multiplier", "hooks", "writers")),
+    "dataloader": dict.fromkeys(("train", "test", "evaluator")),
+}
 
 
 def train_settings() -> dict[str, Any]:
@@ -55,20 +61,31 @@ def train_settings() -> dict[str, Any]:
     )
 
 
-def check_settings(train: Mapping[str, Any]) -> None:
-    """Raise a ValueError for an unknown key of ``train``, or of a dict in it."""
-    known = train_settings()
-    open_keys = {"ddp"}  # DistributedDataParallel has more options
-    _refuse_unknown("train", train, known)
-    for name, default in known.items():
-        given = train.get(name)
-        if isinstance(default, dict) and name not in open_keys and given is not None:
-            _refuse_unknown(f"train.{name}", given, default)
+def check_settings(cfg: Mapping[str, Any]) -> None:
+    """Refuse keys that nothing reads.
+
+    A configuration and its ``dataloader`` may have values of their own, to which others refer, and
+    ``train.ddp`` has further options of DistributedDataParallel. There only those keys are refused
+    whose names are nearly those of known ones.
+
+    Args:
+        cfg: the whole configuration.
+
+    Raises:
+        ValueError: for an unknown key; the message suggests the nearest.
+    """
+    _refuse_unknown("", cfg, {**_PARTS, "train": train_settings()})
 
 
 def _refuse_unknown(
     where: str, given: Mapping[str, Any], known: Mapping[str, Any]
 ) -> None:
-    for key in given:
+    for key, value in given.items():
         if key not in known:
-            raise ValueError(f"nothing reads {where}.{key}{did_you_mean(key, known)}")
+            is_misspelt = bool(get_close_matches(key, known, 1, 0.8))
+            if is_misspelt or where not in ("", "dataloader.", "train.ddp."):
+                raise ValueError(
+                    f"nothing reads {where}{key}{did_you_mean(key, known)}"
+                )
+        elif isinstance(known[key], dict) and isinstance(value, Mapping):
+            _refuse_unknown(f"{where}{key}.", value, known[key])

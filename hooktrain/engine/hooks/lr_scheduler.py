@@ -72,6 +72,7 @@ class LRScheduler(HookBase):
         self._steps: list[Any] = []  # periods, and what steps then
         self._watched: list[Any] = []  # metrics, and what steps with their values
         self._driven: list[Any] = []  # rates, and what sets them
+        self._left: list[Any] = []  # what the last step left, see _look
         self._schedulers = {}
         optimizers = self._optimizers()
         for name, schedules in self._given().items():
@@ -80,6 +81,7 @@ class LRScheduler(HookBase):
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
         self._refuse_twice()
+        self._is_watching = bool(self._driven)
         if not self._driven:
             logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
@@ -128,6 +130,12 @@ class LRScheduler(HookBase):
             self.step_every(scheduler, by_epoch=False)
         else:
             period = self.step_every(scheduler, self._by_epoch)
+            steps = (self.trainer.max_iter - self.trainer.start_iter) // period
+            if getattr(scheduler, "total_steps", steps) < steps:
+                raise ValueError(
+                    f"{type(scheduler).__name__} has total_steps={scheduler.total_steps}, and "
+                    f"takes {steps} in this run; by_epoch=True counts epochs"
+                )
             logger.info(
                 "%s steps every %d iterations", type(scheduler).__name__, period
             )
@@ -162,7 +170,7 @@ class LRScheduler(HookBase):
                 f"{scheduler!r} counts epochs, and the loader has no length: "
                 "set trainer.epoch_length, or by_epoch=False"
             )
-        self._steps.append((period, scheduler.step))
+        self._steps.append((period, scheduler))
         return period
 
     def _refuse_twice(self) -> None:
@@ -185,17 +193,32 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
+        if self._is_watching and self._left not in ([], self._look()):
+            self._is_watching = False  # once is enough
+            logger.warning(
+                "LRScheduler has left rates and counts of steps at %s, and they are %s: another "
+                "hook changes the rate, or steps the scheduler too",
+                self._left,
+                self._look(),
+            )
         storage = self._storage
         for name, group in self._recorded:
             storage.put_scalar(name, group["lr"], smoothing_hint=False)
-        for period, step in self._steps:
+        for period, schedule in self._steps:
             if self.trainer.done % period == 0:
-                step()
+                schedule.step()
         for i, (metric, step) in enumerate(self._watched):
             found = new_value(self.trainer, metric, self._seen_iters.get(i, -1))
             if found is not None:
                 value, self._seen_iters[i] = found
                 step(value)
+        self._left = self._look()
+
+    def _look(self) -> list[Any]:
+        """The rates, and how often each schedule has stepped."""
+        # A rate that is a tensor stays the same object, so nothing waits for its value.
+        rates = [group["lr"] for _, group in self._recorded]
+        return rates + [getattr(each, "last_epoch", 0) for _, each in self._steps]
 
     @staticmethod
     def get_best_param_group_id(optimizer: Optimizer) -> int:
@@ -263,7 +286,10 @@ def _check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> 
         return
     group = optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))
-    highest = max(map(schedule, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)))
+    multipliers = [schedule(step / 20) for step in range(21)]
+    if multipliers[-1] > 1.001 * multipliers[-2]:
+        logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
+    highest = max(multipliers)
     if rate < 1 and not 0.5 <= highest < 1.01:
         logger.warning(
             "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0",
