@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.loading import choose_parts
+from hooktrain.checkpoint.loading import choose_parts, load_model_state
 from hooktrain.compat.mmengine import PolyLR
 from hooktrain.config import ConfigDict
 from hooktrain.data import build_train_loader
@@ -328,6 +328,10 @@ def one_name() -> None:
     choose_parts("a.pth", state, {"trainer": None}, "trainer")
 
 
+def other_head() -> None:
+    load_model_state(nn.Linear(4, 2), nn.Linear(4, 3).state_dict())
+
+
 def step(output: Callable[[Tensor], Any]) -> Callable[[], Any]:
     return lambda: train(model=Steps(output), data=[[x] for x in DATA], by=StepTrainer)
 
@@ -407,6 +411,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     ),
     # Losses
     (lambda: train(model=Steps(lambda y: y)), TypeError, "StepTrainer"),
+    (lambda: train(model=nn.Linear(4, 2), data=PAIRS), TypeError, "compute_loss"),
     (returning(lambda y: y), TypeError, r"\[2, 2\]"),
     (returning(lambda y: None), TypeError, "a loss .*None"),
     (returning(lambda y: y.mean().detach()), ValueError, "gradient"),
@@ -432,6 +437,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: default_writers(""), ValueError, "output_dir"),
     (nothing_saved, TypeError, "'mine'"),
     (one_name, TypeError, r"\['trainer'\]"),
+    (other_head, ValueError, r"'weight', \(3, 4\), \(2, 4\)"),
 ]
 
 DIGITS = (
@@ -449,7 +455,7 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ((*DIGITS, "train.batch_size=8"), "dataloader.*total_batch_size"),
     ((*DIGITS, "+train.epochs=3", "train.log_period=0"), "nothing reads"),
     ((*DIGITS, "train.log_period=0"), "got 0"),
-    ((*DIGITS, "train.device=gpu"), "device.*gpu"),
+    ((*DIGITS, "train.device=gpu"), "'gpu' is no device"),
     (
         (*DIGITS, "train.max_iter=1", "train.expected_results=[('a', 'b', 1.0, 0.0)]"),
         "a/b",
@@ -497,7 +503,7 @@ def test_debugging_shows_the_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     command = [*DIGITS, f"train.output_dir={tmp_path}", "train.device=gpu"]
-    for level, error in (("normal", SystemExit), ("debug", RuntimeError)):
+    for level, error in (("normal", SystemExit), ("debug", ValueError)):
         monkeypatch.setattr(sys, "argv", [*command, f"--log-level={level}"])
         with pytest.raises(error, match="gpu"):
             runpy.run_path(str(ROOT / command[0]), run_name="__main__")

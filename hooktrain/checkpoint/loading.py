@@ -239,8 +239,9 @@ def load_model_state(
     if in_model and not loaded and not strict:
         raise ValueError(
             f"nothing in the state fits the model: it has {reprlib.repr(list(state))}, "
-            f"and the model {reprlib.repr(list(in_model))}. If a prefix differs, load by "
-            "load_checkpoint() with prefix= or revise_keys="
+            f"and the model {reprlib.repr(list(in_model))}. Names with other shapes (file, "
+            f"model): {incorrect[:10]}. If a prefix differs, load by load_checkpoint() with "
+            "prefix= or revise_keys="
         )
     # The model may have a parameter under several names.
     parameters = dict(model.named_parameters(remove_duplicate=False))

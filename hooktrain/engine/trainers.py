@@ -20,7 +20,7 @@ from hooktrain.model.wrappers import call_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.utils.names import names_used
+from hooktrain.utils.names import add_note, names_used
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
 
@@ -299,7 +299,13 @@ class SimpleTrainer(ModelTrainer):
         Args:
             data: the batch, on the model's device. A dict may hold the model's arguments by name.
         """
-        return call_model(self.model, data)
+        try:
+            return call_model(self.model, data)
+        except (TypeError, AttributeError) as error:
+            add_note(
+                error, "compute_loss(data) of a trainer says how else it is called"
+            )
+            raise
 
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """Compute the gradients of one update.

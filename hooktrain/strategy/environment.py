@@ -264,10 +264,15 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
             :func:`join_processes` has chosen for each rank.
 
     Raises:
-        ValueError: if it is not there.
+        ValueError: if it is not there, or no name of a device.
     """
     there = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(wanted or there or "cpu")
+    try:
+        device = torch.device(wanted or there or "cpu")
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={str(wanted)!r} is no device, such as '{there or 'cpu'}': {error}"
+        ) from None
     if device.type == "cpu":
         return torch.device("cpu")
     if there is None or device.type != there.type:
