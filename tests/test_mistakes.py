@@ -345,7 +345,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(optimizer=another_head), WARNING, "2 parameters .* nor saved"),
     (lambda: train(model=LayersInAList()), WARNING, "model.layers .*nn.ModuleList"),
     (lambda: train(*[HookBase()] * 2), ValueError, "registered already"),
-    (lambda: train(lambda _: HookBase), TypeError, "must be HookBase objects"),
+    (
+        lambda: train(lambda _: HookBase),
+        TypeError,
+        "MMEngine.*must be HookBase objects",
+    ),
     (lambda: SimpleTrainer(Net, DATA, sgd(Net())), TypeError, "nn.Module"),  # type: ignore[arg-type]
     (lambda: train(optimizer=lambda _: "sgd"), TypeError, "torch optimizer.*'sgd'"),
     (eval_mode, RuntimeError, r"call model.train\(\)"),

@@ -69,11 +69,14 @@ def _pointed_iteration(
 
 
 def read_pointer(save_dir: AnyPath) -> str:
-    """The checkpoint that ``last_checkpoint`` names, or "" if there is none of that name."""
+    """The checkpoint that ``last_checkpoint`` names, or "" if there is none of that name.
+
+    Of a whole path, as others write it, the name counts, since the folder may have been moved.
+    """
     path = Path(save_dir, POINTER)
     if not path.exists():
         return ""
-    name = path.read_text("utf-8", "replace").strip()
+    name = os.path.basename(path.read_text("utf-8", "replace").strip())
     if name in checkpoint_names(save_dir):
         return name
     logger.warning("%s names %r, which is no checkpoint there", path, name)

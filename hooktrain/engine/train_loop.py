@@ -511,7 +511,8 @@ class TrainerBase:
             index = self._indices(after)[-1] + 1
         # A cycle of strong references would keep the model's memory until Python finds it.
         me = weakref.proxy(self)
-        for hook in as_list(hooks, HookBase, "hooks"):
+        what = "hooks (for those of MMEngine see docs/migrating.md)"
+        for hook in as_list(hooks, HookBase, what):
             if hook is None:
                 continue
             # A constructor may have set this very trainer.

@@ -47,6 +47,7 @@ from hooktrain.compat.detectron2.collectives import (
 from hooktrain.compat.detectron2.config import (
     MISSING as MISSING,
     DictConfig as DictConfig,
+    LazyConfig as LazyConfig,
     ListConfig as ListConfig,
     OmegaConf as OmegaConf,
     open_dict as open_dict,
@@ -61,6 +62,7 @@ from hooktrain.compat.detectron2.data import (
 from hooktrain.compat.detectron2.default_trainer import (  # type: ignore[assignment]
     BestCheckpointer as BestCheckpointer,
     DefaultTrainer as DefaultTrainer,
+    LRScheduler as LRScheduler,
 )
 from hooktrain.compat.detectron2.functions import (  # type: ignore[assignment]
     default_setup as default_setup,
@@ -90,6 +92,7 @@ from hooktrain.compat.detectron2.trainers import (
     TrainerBase as TrainerBase,
 )
 from hooktrain.compat.detectron2.utils import (  # type: ignore[assignment]
+    _CURRENT_STORAGE_STACK as _CURRENT_STORAGE_STACK,
     CommonMetricPrinter as CommonMetricPrinter,
     TensorboardXWriter as TensorboardXWriter,
     Timer as Timer,

@@ -13,9 +13,10 @@ from torch import nn
 from hooktrain import checkpoint as core
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
 from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, with_model
+from hooktrain.compat.detectron2.functions import CONFIG
 from hooktrain.compat.detectron2.paths import PathManager
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import AnyPath
+from hooktrain.utils.file_io import AnyPath, publish
 
 State = dict[str, Any]
 
@@ -74,6 +75,11 @@ class Checkpointer(core.Checkpointer):
         if model is None:
             model = nn.Module()
         super().__init__(model, *args, **kwargs)
+
+    def begin_run(self, *, is_new: bool = False) -> None:
+        """Begin to save, now that a resume was not refused; see the base class."""
+        super().begin_run(is_new=is_new)
+        publish(self.save_dir, CONFIG)
 
     def save(self, name: str, **extra: Any) -> None:
         """Write a checkpoint, and make it the one to resume from; see the base class."""

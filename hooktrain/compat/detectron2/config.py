@@ -1,16 +1,39 @@
 """omegaconf's functions on ConfigDicts."""
 
 from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from hooktrain import config
 from hooktrain.compat.peers import of_peers
-from hooktrain.config import ConfigDict
-from hooktrain.config.config_dict import find_key, to_config
+from hooktrain.config import ConfigDict, resolve
+from hooktrain.config.config_dict import find_key, from_omegaconf, to_config
+from hooktrain.utils.file_io import AnyPath
 
 DictConfig = ConfigDict
 ListConfig = list
 MISSING: Any = "???"
 open_dict = nullcontext  # a ConfigDict takes new keys
+
+
+class LazyConfig(config.LazyConfig):
+    """A :class:`hooktrain.config.LazyConfig` that loads YAML, where omegaconf is installed."""
+
+    @staticmethod
+    def load(filename: AnyPath, keys: Any = None) -> Any:
+        """The configuration in a file, whose references are resolved; see the base class."""
+        is_yaml = Path(filename).suffix in (".yaml", ".yml")
+        if not is_yaml or find_spec("omegaconf") is None:
+            return config.LazyConfig.load(filename, keys)
+        omegaconf = import_module("omegaconf").OmegaConf
+        cfg = resolve(ConfigDict(omegaconf.load(filename)))
+        if keys is None:
+            return cfg
+        if isinstance(keys, str):
+            return cfg[keys]
+        return tuple(cfg[key] for key in keys)
 
 
 class _Functions(type):
@@ -35,7 +58,7 @@ class OmegaConf(metaclass=_Functions):
     @staticmethod
     def select(cfg: Any, key: str, *, default: Any = None, **options: Any) -> Any:
         """The value at a dotted path, or ``default`` where there is none."""
-        value = cfg
+        value = from_omegaconf(cfg, resolve=True)
         for part in key.split("."):
             found = find_key(value, part)
             if found is None:
@@ -45,7 +68,11 @@ class OmegaConf(metaclass=_Functions):
 
     @staticmethod
     def to_container(cfg: Any, *, resolve: bool = False, **options: Any) -> Any:
-        """Plain dicts and lists. References are resolved when a configuration is loaded."""
+        """Plain dicts and lists. References are resolved when a configuration is loaded.
+
+        Those in objects of omegaconf are resolved here, if ``resolve`` says so.
+        """
+        cfg = from_omegaconf(cfg, resolve)
         if isinstance(cfg, dict):
             return {key: OmegaConf.to_container(value) for key, value in cfg.items()}
         if isinstance(cfg, list | tuple):

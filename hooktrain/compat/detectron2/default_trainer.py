@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hooktrain.compat.detectron2.checkpoint import DetectionCheckpointer
 from hooktrain.compat.detectron2.functions import of_detectron2, verify_results
@@ -45,6 +46,20 @@ class BestCheckpointer(hooks.BestCheckpointer):
         **kwargs: Any,
     ) -> None:
         super().__init__(eval_period, checkpointer, val_metric, mode, *args, **kwargs)
+
+
+class LRScheduler(hooks.LRScheduler):
+    """A :class:`hooktrain.engine.hooks.LRScheduler` with the names that subclasses read."""
+
+    def before_train(self) -> None:
+        """Find what was not given; see the base class."""
+        super().before_train()
+        # With several optimizers there is none of these.
+        if self._optimizer is None:
+            self._optimizer = getattr(self.trainer, "optimizer", None)
+        if isinstance(self._optimizer, Optimizer):
+            best = self.get_best_param_group_id(self._optimizer)
+            self._best_param_group_id = best
 
 
 class DefaultTrainer(TrainerBase):
@@ -140,7 +155,7 @@ class DefaultTrainer(TrainerBase):
             )
         return [
             hooks.IterationTimer(),
-            hooks.LRScheduler(),
+            LRScheduler(),
             precise,
             hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
             hooks.EvalHook(period, test_and_save_results),

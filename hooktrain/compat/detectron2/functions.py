@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from hooktrain import evaluation
+from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.compat.peers import of_peers
 from hooktrain.config import ConfigDict
 from hooktrain.engine import defaults
 from hooktrain.utils import comm
+from hooktrain.utils.file_io import atomic_write, temporary_path
+
+CONFIG = "config.yaml"  # of a tree, in the output folder
 
 # Where detectron2 and what it builds on have the names that are not here.
 _MODULES = (
@@ -64,17 +68,25 @@ def default_setup(cfg: Any, args: Any) -> None:
     """Call :func:`hooktrain.engine.default_setup`, also for a tree with ``OUTPUT_DIR``.
 
     Of such a tree it reads ``OUTPUT_DIR``, ``SEED`` and ``CUDNN_BENCHMARK``, and saves the tree as
-    ``config.yaml``. Beside it, ``config.json`` holds the seed of a run that has drawn one.
+    ``config.yaml``, but not in an evaluation. That of a run that resumes gets its name when a
+    :class:`Checkpointer` of this package begins to save. Beside it, ``config.json`` holds the
+    seed of a run that has drawn one.
     """
     if "OUTPUT_DIR" not in cfg:
         defaults.default_setup(cfg, args)
         return
     keys = ("OUTPUT_DIR", "SEED", "CUDNN_BENCHMARK")
     train = {key.lower(): getattr(cfg, key, None) for key in keys}
-    defaults.default_setup(ConfigDict(train=train), args)
-    if cfg.OUTPUT_DIR and comm.is_main_process():
-        path = Path(cfg.OUTPUT_DIR, "config.yaml")
-        path.write_text(cfg.dump(), encoding="utf-8")
+    settings = ConfigDict(train=train)
+    defaults.default_setup(settings, args)
+    folder = settings.train.output_dir
+    eval_only = getattr(args, "eval_only", False)
+    if folder and comm.is_main_process() and not eval_only:
+        path = Path(folder, CONFIG)
+        # A folder with checkpoints is one to resume from, which may be refused.
+        written = temporary_path(path) if checkpoint_names(folder) else path
+        with atomic_write(written) as file:
+            file.write(cfg.dump().encode())
 
 
 def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:

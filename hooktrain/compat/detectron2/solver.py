@@ -64,11 +64,16 @@ class StepWithFixedGammaParamScheduler(StepParamScheduler):
     >>> schedule = StepWithFixedGammaParamScheduler(1.0, num_decays=2, gamma=0.5, num_updates=90)
     >>> [schedule(epoch / 90) for epoch in (0, 29, 30, 60, 90)]
     [1.0, 1.0, 0.5, 0.25, 0.25]
+
+    Raises:
+        ValueError: if ``base_value`` or ``gamma`` is not above 0.
     """
 
     def __init__(
         self, base_value: float, num_decays: int, gamma: float, num_updates: int
     ) -> None:
+        if base_value <= 0 or gamma <= 0:  # rates would change their sign
+            raise ValueError(f"{base_value=} and {gamma=} must be above 0")
         values = [base_value * gamma**decays for decays in range(num_decays + 1)]
         super().__init__(num_updates, values)
 

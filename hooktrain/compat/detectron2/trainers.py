@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Collection, Mapping
+from concurrent.futures import Executor, Future
 from typing import Any, ClassVar
 
 from hooktrain import engine
@@ -9,6 +10,7 @@ from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.train_loop import State
 from hooktrain.engine.trainers import ModelTrainer
 from hooktrain.events import get_event_storage
+from hooktrain.utils import names
 
 # What the inner trainer takes from the outer one when a run begins.
 _SHARED = ("storage", "seed", "iter", "start_iter", "max_iter")
@@ -143,8 +145,31 @@ def _for_inner(state_dict: State) -> dict[str, Any]:
     return {**state_dict, "hooks": {}, **state_dict.get("_trainer", {})}
 
 
+class _AtOnce(Executor):
+    """Calls functions at once: nothing waits for metrics here, so no thread has to."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
-    """A :class:`hooktrain.engine.SimpleTrainer` whose metrics can be written from anywhere."""
+    """A :class:`hooktrain.engine.SimpleTrainer` whose metrics can be written from anywhere.
+
+    Attributes:
+        concurrent_executor: what a ``run_step`` of detectron2 submits ``_write_metrics`` to.
+
+    Raises:
+        TypeError: when a subclass is defined in which ``_data_loader_iter`` is a property.
+    """
+
+    concurrent_executor: ClassVar[Executor] = _AtOnce()
+
+    def __init_subclass__(cls) -> None:
+        hint = "change batches in prepare_batch, or give another data_loader"
+        names.refuse_overrides(cls, {"_data_loader_iter": hint})
 
     @staticmethod
     def write_metrics(

@@ -12,6 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from hooktrain import events
+from hooktrain.events.storage import _entered as entered
 from hooktrain.utils import logger as core
 from hooktrain.utils.file_io import AnyPath
 
@@ -124,9 +125,36 @@ class CommonMetricPrinter(events.CommonMetricPrinter):
     def _max_iter(self) -> int | None:
         return self.max_iter
 
+    @_max_iter.setter
+    def _max_iter(self, max_iter: int | None) -> None:
+        self.max_iter = max_iter
+
     def _get_eta(self, storage: events.EventStorage) -> str:
         shown = self._eta(storage, self.max_iter or 0)
         return "".join(shown).removeprefix("eta: ")
+
+
+class _StorageStack:
+    """The storages that are entered, the innermost last, as a list that may be changed."""
+
+    def __len__(self) -> int:
+        return len(entered.get())
+
+    def __getitem__(self, place: int) -> events.EventStorage:
+        return entered.get()[place]
+
+    def append(self, storage: events.EventStorage) -> None:
+        """Enter a storage."""
+        entered.set((*entered.get(), storage))
+
+    def pop(self) -> events.EventStorage:
+        """Leave the innermost storage."""
+        *outer, innermost = entered.get()
+        entered.set(tuple(outer))
+        return innermost
+
+
+_CURRENT_STORAGE_STACK = _StorageStack()
 
 
 class TensorboardXWriter(events.TensorboardXWriter):

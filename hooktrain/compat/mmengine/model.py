@@ -72,6 +72,9 @@ class BaseModel(BaseModule, models.BaseModel):
         data_preprocessor: a module, or a dict with its ``type`` in ``MODELS`` and its arguments.
             None is :class:`BaseDataPreprocessor`.
         init_cfg: see :class:`BaseModule`.
+
+    Raises:
+        TypeError: for another ``data_preprocessor``.
     """
 
     def __init__(
@@ -83,6 +86,10 @@ class BaseModel(BaseModule, models.BaseModel):
             data_preprocessor = BaseDataPreprocessor()
         elif isinstance(data_preprocessor, Mapping):
             data_preprocessor = MODELS.build(data_preprocessor)
+        elif not isinstance(data_preprocessor, nn.Module):
+            raise TypeError(
+                f"data_preprocessor must be a module or a dict, got {data_preprocessor!r}"
+            )
         super().__init__(init_cfg, data_preprocessor)
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:

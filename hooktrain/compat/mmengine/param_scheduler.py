@@ -22,6 +22,7 @@ value where the range begins. All schedulers have the arguments of
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
@@ -155,7 +156,7 @@ class _ParamScheduler:
         Raises:
             ValueError: if ``by_epoch`` is False, or ``epoch_length`` is not at least 1.
         """
-        if not epoch_length or not by_epoch:
+        if epoch_length is None or epoch_length < 1 or not by_epoch:
             raise ValueError(
                 f"epochs of {cls.__name__} become iterations with epoch_length of at least "
                 f"1 and by_epoch=True, but got {epoch_length=}, {by_epoch=}"
@@ -316,11 +317,16 @@ class StepParamScheduler(_ParamScheduler):
 class MultiStepParamScheduler(_ParamScheduler):
     """``base * gamma ** n`` after ``n`` milestones, in any order; one may be there twice."""
 
-    milestones: Sequence[int]
+    milestones: Any
     gamma: float = 0.1
 
+    def __post_init__(self) -> None:
+        # As in MMEngine, where each _get_value reads how often a milestone is there.
+        self.milestones = Counter(self.milestones)
+        super().__post_init__()
+
     def _share(self, k: int) -> float:
-        reached = sum(milestone <= k for milestone in self.milestones)
+        reached = sum(milestone <= k for milestone in self.milestones.elements())
         return float(self.gamma**reached)
 
 

@@ -490,7 +490,8 @@ class BaseStrategy(strategy.BaseStrategy):
             What was not loaded, such as ``meta``; None if there was no checkpoint.
 
         Raises:
-            ValueError: if the checkpoint lacks a part.
+            ValueError: if the checkpoint lacks a part, or a tensor in it has another shape
+                than the model's.
         """
         checkpointer = self._checkpointer(
             self.work_dir, resume_optimizer, resume_param_scheduler, callback
@@ -581,8 +582,8 @@ class _Checkpointer(Checkpointer):
         return super()._restore(path, self.called(state), *args, **kwargs)
 
     def _load_into_model(self, state: State, same_shapes: bool) -> None:
-        if same_shapes:  # refuses others; the method below would pass over them
-            super()._load_into_model(state, same_shapes)
+        # It refuses other shapes, which the strategy's method would pass over.
+        super()._load_into_model(state, same_shapes=True)
         self.strategy.load_model_state_dict(state["model"])
 
     def called(self, state: State) -> State:

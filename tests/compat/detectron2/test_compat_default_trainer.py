@@ -292,6 +292,24 @@ def test_a_tree_is_saved(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").exists()
 
 
+def test_a_tree_is_not_saved_in_an_evaluation_nor_before_a_resume_is_accepted(
+    tmp_path: Path,
+) -> None:
+    parse = default_argument_parser().parse_args
+    default_setup(tree(tmp_path), parse(["--eval-only"]))
+    assert not (tmp_path / "config.yaml").exists()
+    default_setup(tree(tmp_path), parse([]))
+    Trainer(tree(tmp_path)).train()
+    changed = tree(tmp_path)
+    changed.SEED = 8
+    default_setup(changed, parse(["--resume"]))
+    trainer = Trainer(changed)
+    trainer.resume_or_load(resume=True)
+    assert (tmp_path / "config.yaml").read_text() == "DUMPED: 7"
+    trainer.train(max_iter=8)
+    assert (tmp_path / "config.yaml").read_text() == "DUMPED: 8"
+
+
 def test_a_configuration_for_other_ranks_is_scaled_by_detectron2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

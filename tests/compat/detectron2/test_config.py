@@ -114,6 +114,16 @@ def test_what_omegaconf_has_made_is_taken_into_a_config(
     assert cfg.train.sizes == [1, 4]
 
 
+def test_the_functions_take_what_omegaconf_has_made(omegaconf: Any) -> None:
+    theirs = omegaconf.OmegaConf.create({"width": 3, "sizes": [1, 2]})
+    plain = OmegaConf.to_container(theirs, resolve=True)
+    assert plain == {"width": 3, "sizes": [1, 2]}
+    assert OmegaConf.select(theirs, "sizes.1") == 2
+    made = OmegaConf.create(theirs)
+    assert isinstance(made, DictConfig)
+    assert (made.width, made.sizes) == (3, [1, 2])
+
+
 def test_what_omegaconf_has_made_is_instantiated(omegaconf: Any) -> None:
     layer = {"_target_": "torch.nn.Linear", "in_features": "${..width}"}
     cfg = omegaconf.OmegaConf.create(

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 from hooktrain import engine
-from hooktrain.compat.detectron2 import SimpleTrainer, TrainerBase, hooks
+from hooktrain.compat.detectron2 import LRScheduler, SimpleTrainer, TrainerBase, hooks
 from hooktrain.data import build_train_loader
 from hooktrain.engine import StepTrainer
-from hooktrain.solver import OptimWrapper
+from hooktrain.solver import OptimWrapper, OptimWrapperDict
 
 DATA = list(torch.arange(12.0).reshape(6, 2) / 12)
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
@@ -216,6 +217,69 @@ def test_parts_that_do_not_belong_together_are_refused_when_the_run_begins() -> 
     with pytest.raises(ValueError, match="optimizer"):
         outer.train(0, 1)
     assert outer._trainer.hooks == ()
+
+
+class AsThere(SimpleTrainer):
+    """With a step as copies of detectron2's have it."""
+
+    def run_step(self) -> None:
+        loss = self.model(next(self._data_loader_iter))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.after_backward()
+        self.concurrent_executor.submit(
+            self._write_metrics, {"loss": loss}, 0.0, iter=self.iter
+        )
+        self.optimizer.step()
+
+
+def test_a_step_may_submit_its_metrics() -> None:
+    alone = made(SimpleTrainer)
+    alone.train(0, 5)
+    trainer = made(AsThere)
+    trainer.train(0, 5)
+    losses = [each.storage.history("total_loss").values() for each in (alone, trainer)]
+    assert losses[0] == losses[1]
+    trainer.concurrent_executor.shutdown(wait=True)
+
+
+def test_a_property_that_would_hide_the_batches_is_refused() -> None:
+    with pytest.raises(TypeError, match="prepare_batch"):
+
+        class _Own(SimpleTrainer):
+            @property
+            def _data_loader_iter(self) -> Any:
+                return iter(self.data_loader)
+
+
+class OwnRate(LRScheduler):
+    """It notes the rate by the names that detectron2's hook has."""
+
+    def after_step(self) -> None:
+        assert isinstance(self._optimizer, torch.optim.Optimizer)
+        group = self._optimizer.param_groups[self._best_param_group_id]
+        rates.append(group["lr"])
+        super().after_step()
+
+
+rates: list[float] = []
+
+
+def test_a_hook_of_schedules_has_its_optimizer_and_the_group_of_the_rate() -> None:
+    rates.clear()
+    trainer = made(SimpleTrainer)
+    trainer.optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1.0})
+    trainer.scheduler = StepLR(trainer.optimizer, 1, 0.5)
+    trainer.register_hooks([OwnRate()])
+    for end in (2, 3):
+        trainer.train(max_iter=end)
+    assert rates == [0.1, 0.05, 0.025]
+    both = OptimWrapperDict(a=OptimWrapper(sgd(Net())))
+    several = StepTrainer(Net(), DATA, both)
+    hook = LRScheduler(scheduler=[])
+    several.register_hooks([hook])
+    hook.before_train()
+    assert hook._optimizer is None
 
 
 def test_hooks_of_a_trainer_inside_are_called() -> None:

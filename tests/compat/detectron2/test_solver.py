@@ -130,5 +130,8 @@ def test_fvcores_steps_have_its_values_also_where_the_progress_is_rounded() -> N
     assert [steps(i / 9) for i in (0, 2, 3, 6, 9)] == [0.1, 0.1, 0.01, 0.001, 0.001]
     halves = StepWithFixedGammaParamScheduler(0.5, 2, 0.5, 9)
     assert [halves(i / 9) for i in (0, 2, 3, 6, 9)] == [0.5, 0.5, 0.25, 0.125, 0.125]
+    for base, gamma in ((0.5, -1.0), (0.0, 0.5)):
+        with pytest.raises(ValueError, match="above 0"):
+            StepWithFixedGammaParamScheduler(base, 2, gamma, 9)
     with pytest.raises(TypeError, match="list"):
         StepParamScheduler(9, {0.1, 0.01})  # type: ignore[arg-type]

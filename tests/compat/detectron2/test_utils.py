@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hooktrain.compat.detectron2 import (
+    _CURRENT_STORAGE_STACK,
     CommonMetricPrinter,
     EventStorage,
     TensorboardXWriter,
@@ -119,6 +120,10 @@ def test_pauses_do_not_count(clock: SimpleNamespace) -> None:
 class OwnPrinter(CommonMetricPrinter):
     """With a ``write`` as copies of detectron2's have it."""
 
+    def __init__(self, max_iter: int) -> None:
+        super().__init__()
+        self._max_iter = max_iter
+
     def write(self) -> None:
         storage = get_event_storage()
         if storage.iter != self._max_iter:
@@ -136,6 +141,26 @@ def test_a_printer_of_ones_own_knows_the_end_and_the_time_left(
             printer.write()
         assert storage.latest()["eta_seconds"][1] == 2
     assert caplog.messages == ["eta:  iter: 0", "eta: 0:00:00 iter: 2"]
+
+
+class OwnStorage(EventStorage):
+    """It enters and leaves as detectron2's does."""
+
+    def __enter__(self) -> EventStorage:
+        _CURRENT_STORAGE_STACK.append(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert _CURRENT_STORAGE_STACK[-1] is self
+        _CURRENT_STORAGE_STACK.pop()
+
+
+def test_the_stack_of_storages_can_be_read_and_changed() -> None:
+    assert not _CURRENT_STORAGE_STACK
+    with EventStorage() as outer, OwnStorage() as inner:
+        assert get_event_storage() is inner
+        assert list(_CURRENT_STORAGE_STACK) == [outer, inner]
+    assert len(_CURRENT_STORAGE_STACK) == 0
 
 
 def test_a_writer_has_the_name_that_subclasses_read(tmp_path: Path) -> None:

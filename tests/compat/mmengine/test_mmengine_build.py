@@ -1,7 +1,7 @@
 """Optimizers and their wrappers from configurations."""
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
@@ -261,7 +261,7 @@ def test_epochs_become_iterations_if_asked_for() -> None:
     config = {"type": "MultiStepLR", "milestones": [1, 2], "end": 3}
     config["convert_to_iter_based"] = True
     (scheduler,) = build_param_scheduler(config, groups_of(1.0), RUN)
-    assert (scheduler.milestones, scheduler.end) == ([4, 8], 12)
+    assert (scheduler.milestones, scheduler.end) == (Counter([4, 8]), 12)
     assert not scheduler.by_epoch
     del config["end"]
     (scheduler,) = build_param_scheduler(config, groups_of(1.0), RUN)

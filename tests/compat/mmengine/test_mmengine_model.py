@@ -202,6 +202,8 @@ def test_a_preprocessor_may_be_built_from_a_dict() -> None:
     cfg = {"type": "BaseDataPreprocessor", "non_blocking": True}
     for given in (cfg, None):
         assert type(Given(given).data_preprocessor) is BaseDataPreprocessor
+    with pytest.raises(TypeError, match=r"data_preprocessor.*\[1\]"):
+        Given([1])
 
 
 def logged_by_a_step() -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from equality import assert_equal
 from gloo import run_ranks, torchrun
 from hooktrain.checkpoint import load_file
+from hooktrain.checkpoint.files import save_file
 from hooktrain.compat.mmengine import (
     BaseStrategy,
     DDPStrategy,
@@ -434,6 +435,24 @@ def test_the_first_save_removes_what_a_killed_run_has_left(tmp_path: Path) -> No
     prepared(tmp_path).save_checkpoint(tmp_path / "iter_3.pth")
     assert not left.exists()
     assert (tmp_path / "iter_3.pth").exists()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_checkpoint_of_other_shapes_is_not_resumed(
+    tmp_path: Path, named: bool
+) -> None:
+    prepared(tmp_path).save_checkpoint(tmp_path / "iter_3.pth")
+    path = tmp_path / "iter_3.pth"
+    state = torch.load(path)
+    name, weight = next(iter(state["model"].items()))
+    state["model"][name] = torch.cat([weight, weight])
+    save_file(state, path)
+    other = prepared(tmp_path)
+    before = copy.deepcopy(other.model_state_dict())
+    with pytest.raises(ValueError, match=name):
+        other.resume(path if named else None)
+    assert_equal(other.model_state_dict(), before)
+    other.load_checkpoint(path)  # the weights that fit
 
 
 def test_accumulation_goes_on_where_it_was(tmp_path: Path) -> None:

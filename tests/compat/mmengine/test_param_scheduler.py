@@ -164,8 +164,8 @@ def test_the_last_step_has_exactly_the_final_value() -> None:
         (lambda o: LinearLR(o, start_factor=-0.5, end=5), "start_factor must .* -0.5"),
         (lambda o: LinearLR(o, end_factor=2, end=5), "end_factor must .* 2"),
         (
-            lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=0),
-            "epoch_length=0",
+            lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=-1),
+            "epoch_length=-1",
         ),
     ],
 )
@@ -471,3 +471,24 @@ def test_a_subclass_written_for_mmengine_resumes_with_its_values(
     resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
     second.load_state_dict(first.state_dict())
     assert trajectory(resumed, second, 40 - at) == expected[2 * at :]
+
+
+class Copied(ours.MultiStepLR):
+    """With a ``_get_value`` as copies of MMEngine's have it."""
+
+    def _get_value(self) -> list[float]:
+        values = [group["lr"] for group in self.optimizer.param_groups]
+        if self.last_step not in self.milestones:
+            return values
+        factor = self.gamma ** self.milestones[self.last_step]
+        return [value * factor for value in values]
+
+
+def test_a_copy_of_mmengine_reads_how_often_a_milestone_is_there() -> None:
+    optimizer = sgd(1.0)
+    scheduler = Copied(optimizer, milestones=[1, 3, 3], gamma=0.5)
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert rates == [1.0, 0.5, 0.5, 0.125]
