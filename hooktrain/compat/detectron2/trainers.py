@@ -10,7 +10,7 @@ from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.train_loop import State
 from hooktrain.engine.trainers import ModelTrainer
 from hooktrain.events import get_event_storage
-from hooktrain.utils import names
+from hooktrain.utils import comm, names
 
 # What the inner trainer takes from the outer one when a run begins.
 _SHARED = ("storage", "seed", "iter", "start_iter", "max_iter")
@@ -196,7 +196,8 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
         iteration = storage.iter if cur_iter is None else cur_iter
         recorder = LossRecorder(storage, iteration)
         recorder.record(iteration, loss_dict, data_time, prefix + "total_loss")
-        recorder.exchange(iteration + 1, stop_requested=False)
+        if comm.get_world_size() > 1:
+            recorder.exchange(iteration + 1, stop_requested=False)
         recorder.check(iteration + 1)
 
 
