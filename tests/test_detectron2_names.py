@@ -189,6 +189,8 @@ OTHER_DEFAULTS = {
     ("events.HistoryBuffer", "max_length"): 10_000,
     # None stands for "on the main process", which is right on one process and on many.
     ("checkpoint.Checkpointer", "save_to_disk"): None,
+    # None stands for the rank of this process.
+    ("compat.detectron2.setup_logger", "distributed_rank"): None,
 }
 
 
@@ -221,7 +223,7 @@ def test_a_call_written_for_detectron2_is_understood(name: str) -> None:
             expected = OTHER_DEFAULTS.get(key, parameter.default)
             assert here[parameter.name].default == expected
     for parameter in here.values():
-        if parameter.kind is not parameter.VAR_KEYWORD:
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             is_optional = parameter.default is not parameter.empty
             assert is_optional or parameter.name in there
 
