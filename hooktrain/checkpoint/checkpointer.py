@@ -62,8 +62,8 @@ class Checkpointer:
             before anything is loaded.
 
     Attributes:
-        saved_iteration: of the run's last complete checkpoint to resume from, or None. Only the
-            process that writes the pointer to it knows it.
+        saved_iteration: of the last complete checkpoint to resume from that was saved, or None.
+            Only the process that writes the pointer to it knows it.
 
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
@@ -148,7 +148,6 @@ class Checkpointer:
             RuntimeError: if another run is using the folder.
             OSError: if the folder cannot be made.
         """
-        self.saved_iteration = None
         storable(self._states())
         if not (self.save_to_disk and self.save_dir):
             return

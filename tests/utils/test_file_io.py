@@ -230,6 +230,26 @@ def test_a_folder_with_a_file_that_is_kept_open_is_replaced_as_often_as_needed(
     assert "Cannot remove" in caplog.text
 
 
+def test_a_folder_is_replaced_while_older_ones_cannot_even_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if ".old-" in Path(source).name:
+            raise OSError(errno.EBUSY, "busy")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        for content in "1234":
+            with replacing(tmp_path / "a") as temporary:
+                folder_of(temporary, content)
+    sweep(tmp_path)
+    assert names(tmp_path) == ["a"]
+    assert (tmp_path / "a" / "file").read_text() == "4"
+
+
 def test_a_folder_that_is_deleted_loses_its_name_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ class Preemption(HookBase):
 
     def before_train(self) -> None:
         """Install the handlers."""
+        self.checkpointer.saved_iteration = None  # one of an earlier run does not count
         self._received = 0
         self._agreed = 0  # the number of the signal that all ranks know of
         self._exchanged = self.trainer.start_iter  # the iteration of the last exchange

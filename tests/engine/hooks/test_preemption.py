@@ -145,13 +145,20 @@ def test_an_iteration_that_is_saved_anyway_is_saved_once_unless_the_disk_was_ful
         write(state, path, *args)
 
     monkeypatch.setattr(writer, name, note)
+    trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 3), **options)
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=10)
+    assert saved == ["model_0000003"] * (1 + is_full)
+    assert pointer(tmp_path).startswith("model_0000003")
+
+
+def test_a_run_that_begins_anew_is_saved_again(tmp_path: Path) -> None:
+    trainer = linear_trainer(signal_at(signal.SIGTERM, 3))
+    trainer.register_hooks([Preemption(Checkpointer(trainer.model, tmp_path))])
     for _ in range(2):  # as in a notebook
-        saved.clear()
-        trainer = preemptible(tmp_path, signal_at(signal.SIGTERM, 3), **options)
         with pytest.raises(SystemExit):
             trainer.train(0, max_iter=10)
-        assert saved == ["model_0000003"] * (1 + is_full)
-    assert pointer(tmp_path).startswith("model_0000003")
+        (tmp_path / "model_0000003.pth").unlink()
 
 
 @pytest.mark.parametrize("again", ["in a new process", "as in a notebook"])
