@@ -47,6 +47,7 @@ from hooktrain.compat.detectron2.collectives import (
 from hooktrain.compat.detectron2.config import (
     MISSING as MISSING,
     DictConfig as DictConfig,
+    LazyCall as LazyCall,
     LazyConfig as LazyConfig,
     ListConfig as ListConfig,
     OmegaConf as OmegaConf,

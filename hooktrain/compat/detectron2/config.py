@@ -1,5 +1,6 @@
 """omegaconf's functions on ConfigDicts."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +17,19 @@ DictConfig = ConfigDict
 ListConfig = list
 MISSING: Any = "???"
 open_dict = nullcontext  # a ConfigDict takes new keys
+
+
+class LazyCall(config.LazyCall):
+    """A :class:`hooktrain.config.LazyCall` that refuses what could never be called.
+
+    Raises:
+        TypeError: if the target is no callable, name or configuration.
+    """
+
+    def __init__(self, target: Any) -> None:
+        if not callable(target) and not isinstance(target, str | Mapping):
+            raise TypeError(f"LazyCall needs a callable or its name, not {target!r}")
+        super().__init__(target)
 
 
 class LazyConfig(config.LazyConfig):

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import Executor, Future
+from functools import cached_property
 from typing import Any, ClassVar
 
 from hooktrain import engine
@@ -24,6 +25,13 @@ def of_inner_trainer(name: str) -> Any:
     )
 
 
+def _left_out(self: Any) -> Any:
+    raise RuntimeError(
+        f"the constructor of {type(self).__qualname__} must call super().__init__() with the "
+        "arguments of its base class"
+    )
+
+
 class TrainerBase(engine.TrainerBase):
     """A :class:`hooktrain.engine.TrainerBase` that may have a trainer inside of it.
 
@@ -33,10 +41,17 @@ class TrainerBase(engine.TrainerBase):
     ``after_backward`` of the inner one. The inner one goes through the events of each run, and
     its state is saved and loaded with the outer one's, also where it has a ``state_dict`` of its
     own. Hooks that are registered with it are called, but their state is not saved.
+
+    Raises:
+        RuntimeError: when it is used, if a subclass has not called this constructor; when a
+            trainer that is not the ``_trainer`` makes a step.
     """
 
     state_parts: ClassVar[frozenset[str]] = ModelTrainer.state_parts
     _trainer: Any = None
+    # The constructor sets these, and what it has set hides them.
+    storage = cached_property(_left_out)
+    _hooks = cached_property(_left_out)
 
     def before_train(self) -> None:
         """Begin the run, also of the inner trainer, which gets this one's storage."""
@@ -166,6 +181,7 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
     """
 
     concurrent_executor: ClassVar[Executor] = _AtOnce()
+    optim_wrapper = cached_property(_left_out)
 
     def __init_subclass__(cls) -> None:
         hint = "change batches in prepare_batch, or give another data_loader"

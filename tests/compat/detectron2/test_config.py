@@ -45,6 +45,13 @@ def test_a_dotted_path_selects(key: str, value: object) -> None:
     assert OmegaConf.select(cfg, "a.b.c", default=7) == 7
 
 
+def test_what_could_never_be_called_is_refused_where_it_is_written_down() -> None:
+    for target in (nn.Linear, "torch.nn.Linear", DictConfig(_target_=print)):
+        assert LazyCall(target)()["_target_"] == target
+    with pytest.raises(TypeError, match=r"callable.*3"):
+        LazyCall(3)
+
+
 def test_a_config_takes_new_keys() -> None:
     cfg = OmegaConf.create({"a": MISSING})
     with open_dict(cfg) as opened:

@@ -282,6 +282,53 @@ def test_a_hook_of_schedules_has_its_optimizer_and_the_group_of_the_rate() -> No
     assert hook._optimizer is None
 
 
+class Assigned(SimpleTrainer):
+    """It calls the constructor of another base, or none."""
+
+    def __init__(self, model: Net, data: Any, wrapper: OptimWrapper) -> None:
+        self.model = model
+        self.data_loader = data
+        self.optimizer = wrapper.optimizer
+
+
+class AssignedBase(Assigned):
+    def __init__(self, *args: Any) -> None:
+        TrainerBase.__init__(self)
+        super().__init__(*args)
+
+
+class Empty(TrainerBase):
+    def __init__(self) -> None:
+        pass
+
+
+def test_a_constructor_that_was_not_called_is_named() -> None:
+    for use in (
+        lambda: made(Assigned),
+        lambda: made(AssignedBase),
+        lambda: Empty().train(0, 1),
+        lambda: Empty().register_hooks([]),
+    ):
+        with pytest.raises(RuntimeError, match=r"super\(\).__init__"):
+            use()
+
+
+class OfTwo(Outer):
+    """It steps two trainers, of which one is not its ``_trainer``."""
+
+    def run_step(self) -> None:
+        super().run_step()
+        second = made(SimpleTrainer)
+        second.iter = self.iter
+        second.run_step()
+
+
+def test_a_second_trainer_inside_is_refused() -> None:
+    outer = OfTwo(made(SimpleTrainer))
+    with pytest.raises(RuntimeError, match="no run has begun"):
+        outer.train(0, 2)
+
+
 def test_hooks_of_a_trainer_inside_are_called() -> None:
     outer = Outer(made(SimpleTrainer))
     seen: list[str] = []
