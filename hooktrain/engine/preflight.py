@@ -14,7 +14,7 @@ from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
-from hooktrain.utils.names import lists_of_layers
+from hooktrain.utils.names import lists_of_layers, names_used
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,29 @@ def warn_of_idle(wrapper: OptimWrapper, name: str, before: list[int]) -> None:
         logger.warning(
             "The optimizer %s has made no step so far",
             name or type(wrapper.optimizer).__name__,
+        )
+
+
+def warn_of_lost_calls(trainer: Any) -> None:
+    """Name the calls that a ``run_step`` of somebody's own has left out so far.
+
+    Args:
+        trainer: with a model, in a run.
+    """
+    kinds = {type(hook) for hook in trainer.hooks}
+    waiting = [kind.__name__ for kind in kinds if names_used(kind.after_backward)]
+    if waiting and not trainer._has_backward:
+        logger.warning(
+            "run_step has not called self.after_backward(), which %s may need", waiting
+        )
+    # Gradients that are not freed change in each iteration, and those that are begin anew.
+    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    changes = min((gradient._version for gradient in gradients), default=0)
+    count = trainer.done - trainer.start_iter
+    if "zero_grad" not in names_used(trainer.run_step) and changes >= count - 1 > 2:
+        logger.warning(
+            "The gradients of all iterations add up: run_step needs "
+            "self.optim_wrapper.zero_grad()"
         )
 
 

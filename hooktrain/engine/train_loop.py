@@ -300,8 +300,7 @@ class TrainerBase:
         if self.succeeded:
             self.iter = self.max_iter
             # A run that was complete when it began has seeded no step.
-            assert self.seed is not None
-            seed_step(self.seed, self.done, self._rank, "end")
+            seed_step(self.seed or 0, self.done, self._rank, "end")
         self.storage.iter = self.iter
         begun = self._begun or []
         self._begun = None

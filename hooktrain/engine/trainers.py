@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
 from hooktrain.engine.losses import LOOK_AGAIN
-from hooktrain.engine.preflight import check_parts, log_size, versions, warn_of_idle
+from hooktrain.engine.preflight import (
+    check_parts,
+    log_size,
+    versions,
+    warn_of_idle,
+    warn_of_lost_calls,
+)
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
@@ -20,7 +26,7 @@ from hooktrain.model.wrappers import call_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.utils.names import add_note, names_used
+from hooktrain.utils.names import add_note
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
 
@@ -153,30 +159,10 @@ class ModelTrainer(TrainerBase):
         """Once a run warn of optimizers without a step, and of what ``run_step`` leaves out."""
         wrappers = wrappers_by_name(self.optim_wrapper)
         if self._first_versions and type(self).run_step.__module__ != __name__:
-            self._look_at_own_step()
+            warn_of_lost_calls(self)
         for name, before in self._first_versions.items():
             warn_of_idle(wrappers[name], name, before)
         self._first_versions = {}
-
-    def _look_at_own_step(self) -> None:
-        kinds = {type(hook) for hook in self._hooks}
-        waiting = [kind.__name__ for kind in kinds if names_used(kind.after_backward)]
-        if waiting and not self._has_backward:
-            logger.warning(
-                "run_step has not called self.after_backward(), which %s may need",
-                waiting,
-            )
-        # Gradients that are not freed change in each iteration, and those that are begin anew.
-        changes = [
-            p.grad._version for p in self.model.parameters() if p.grad is not None
-        ]
-        count = self.done - self.start_iter
-        is_freed = "zero_grad" in names_used(type(self).run_step)
-        if min(changes, default=0) >= count - 1 > 2 and not is_freed:
-            logger.warning(
-                "The gradients of all iterations add up: run_step needs "
-                "self.optim_wrapper.zero_grad()"
-            )
 
     def _check_mode(self) -> None:
         if self._begun is None:
