@@ -164,6 +164,13 @@ def stepped_twice(place: int) -> Callable[[], Any]:
     return run
 
 
+def never_registered() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    StepLR(optimizer, step_size=2)
+    train(LRScheduler(scheduler=[]), model=model, optimizer=lambda _: optimizer)
+
+
 def short_cycle() -> None:
     train(lambda t: LRScheduler(scheduler=OneCycleLR(t.optimizer, 0.1, total_steps=3)))
 
@@ -390,6 +397,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (schedule(CosineParamScheduler(0.0, 1.0)), WARNING, "rises until the end"),
     (stepped_twice(0), WARNING, "another hook"),
     (stepped_twice(1), WARNING, "another hook"),
+    (never_registered, WARNING, r"LRScheduler\(scheduler="),
     (short_cycle, ValueError, "total_steps=3, and takes 4"),
     (schedule(None), TypeError, "ParamScheduler.*None"),
     (beside_a_multiplier(StepLR), ValueError, "multiplier"),

@@ -84,6 +84,13 @@ class LRScheduler(HookBase):
         self._is_watching = bool(self._driven)
         if not self._driven:
             logger.info("No schedule is given: the learning rate is only recorded")
+            for optimizer in map(_unwrapped, optimizers.values()):
+                # The mark of a scheduler of torch, which replaces the method.
+                if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                    logger.warning(
+                        "A scheduler was made for the optimizer: LRScheduler(scheduler=...) "
+                        "would step and save it"
+                    )
         if self._loaded:
             self.check_state_dict(self._loaded)
             for name, states in _states(self._loaded).items():
