@@ -1,5 +1,6 @@
 """What is said to the natural mistakes of a script: an error or a warning, with what to do."""
 
+import logging
 import re
 import runpy
 import sys
@@ -27,7 +28,7 @@ from hooktrain.engine import (
     default_writers,
     train_settings,
 )
-from hooktrain.engine.build import prepare_model
+from hooktrain.engine.build import evaluate, prepare_model
 from hooktrain.engine.hooks import (
     CallbackHook,
     EarlyStopping,
@@ -58,7 +59,7 @@ ROOT = Path(__file__).parent.parent
 DATA = [torch.ones(2, 4)] * 4
 PAIRS = [(torch.ones(2, 4), torch.zeros(2))] * 4
 SAMPLES = TensorDataset(torch.ones(6, 4))
-WARNING = None  # in place of an error
+WARNING = None  # in place of an error; a line of the log
 
 
 class Net(nn.Module):
@@ -181,6 +182,10 @@ def configured(train: Any = None, **parts: Any) -> Callable[[], Any]:
     return lambda: prepare_model(ConfigDict(train=settings, **parts))
 
 
+def only_validation() -> None:
+    evaluate(ConfigDict(dataloader={"val": DATA, "evaluator": None}), Net(), CLASSES)
+
+
 def small(batch_size: int = 2) -> SimpleTrainer:
     model = Net()
     loader = build_train_loader(SAMPLES, total_batch_size=batch_size, seed=0)
@@ -287,6 +292,10 @@ class Retrains(DatasetEvaluator):
         self.model.train()
 
 
+class Nothing(DatasetEvaluator):
+    """Forgets to return its results."""
+
+
 class OfTorchmetrics:
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Takes in a batch."""
@@ -384,6 +393,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (configured(lr_multiplyer={}), ValueError, "did you mean 'lr_multiplier'"),
     (configured(dataloader={"trian": 1}), ValueError, "dataloader.trian.*'train'"),
     (configured({"ddp": {"broadcast_bufers": 1}}), ValueError, "train.ddp.*_buffers'"),
+    (only_validation, WARNING, "no test data"),
+    (configured({"strategy": "ddp"}), TypeError, "DDPStrategy.*'ddp'"),
+    (configured({"device": "cpu"}, model=Net), TypeError, "LazyCall.*Net"),
     (configured({"ema": {"enabeld": True}}), ValueError, "train.ema.*'enabled'"),
     # Lengths and periods
     (lambda: train(max_iter=None), ValueError, "max_iter=None"),
@@ -438,6 +450,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (measure(DATA, ClassificationEvaluator), TypeError, "not a class"),
     (lambda: MetricEvaluator(OfTorchmetrics), TypeError, r"OfTorchmetrics\(\.\.\.\)"),
     (measure(PAIRS, precision, two_scores), ValueError, "outputs first.*'y_true'"),
+    (measure(PAIRS, Nothing(), two_scores), WARNING, r"Nothing.evaluate\(\)"),
     (measure(PAIRS, swapped, two_scores), IndexError, "outputs first"),
     (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
     (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),
@@ -482,6 +495,7 @@ def test_a_natural_mistake_is_answered_with_what_to_do(
     message: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     raised = None
     try:
         mistake()

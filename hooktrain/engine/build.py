@@ -311,5 +311,6 @@ def evaluate(
     evaluator = evaluator or instantiate(cfg.dataloader.get("evaluator"))
     loader = instantiate(cfg.dataloader.get("test"))
     if loader is None or evaluator is None:
+        logger.info("Nothing is evaluated: dataloader has no test data or no evaluator")
         return {}
     return inference_on_dataset(model, loader, evaluator, step=step)

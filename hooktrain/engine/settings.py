@@ -82,10 +82,10 @@ def _refuse_unknown(
 ) -> None:
     for key, value in given.items():
         if key not in known:
-            is_misspelt = bool(get_close_matches(key, known, 1, 0.8))
-            if is_misspelt or where not in ("", "dataloader.", "train.ddp."):
+            near = get_close_matches(key, known, 1, 0.8)
+            if near or where not in ("", "dataloader.", "train.ddp."):
                 raise ValueError(
                     f"nothing reads {where}{key}{did_you_mean(key, known)}"
                 )
-        elif isinstance(known[key], dict) and isinstance(value, Mapping):
+        elif isinstance(known[key], dict) and value:
             _refuse_unknown(f"{where}{key}.", value, known[key])

@@ -202,7 +202,12 @@ class DatasetEvaluators(DatasetEvaluator):
         """
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
-            results = evaluator.evaluate() or {}
+            results = evaluator.evaluate()
+            if results is None and comm.is_main_process():
+                logger.warning(
+                    "%s.evaluate() returned nothing", type(evaluator).__name__
+                )
+            results = results or {}
             twice = merged.keys() & results.keys()
             if twice:
                 raise ValueError(

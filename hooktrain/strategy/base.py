@@ -205,7 +205,7 @@ class BaseStrategy(ABC):
             built = built()
         if not isinstance(built, nn.Module):
             raise TypeError(
-                f"model should be a nn.Module object, LazyCall or function, got {model!r}"
+                f"model should be a nn.Module object, LazyCall or function, got {built!r}"
             )
         return built
 

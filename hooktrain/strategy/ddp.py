@@ -154,7 +154,7 @@ def build_strategy(
 
     Raises:
         ImportError: for an unknown name; the message suggests the nearest.
-        TypeError: for a dict that is no ``LazyCall``, or an unknown argument.
+        TypeError: for a dict that is no ``LazyCall``, what is no class, or an unknown argument.
     """
     if isinstance(strategy, BaseStrategy):
         return strategy
@@ -168,6 +168,10 @@ def build_strategy(
     kind = call["_target_"]
     if isinstance(kind, str):
         kind = locate(kind if "." in kind else f"hooktrain.strategy.{kind}")
+    if not isinstance(kind, type):
+        raise TypeError(
+            f"strategy must name a class, as 'DDPStrategy', not {strategy!r}"
+        )
     if issubclass(kind, DDPStrategy):
         defaults["ddp"] = ddp
     built: BaseStrategy = instantiate({**defaults, **call, "_target_": kind})
