@@ -279,6 +279,11 @@ class OfLightning(HookBase):
         """Nothing calls it."""
 
 
+class Misspelt(HookBase):
+    def aftr_step(self) -> None:
+        """Nothing calls it."""
+
+
 class OfMMEngine(HookBase):
     def after_train_iter(self) -> None:
         """Nothing calls it."""
@@ -377,6 +382,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (train_again, RuntimeError, "is running"),
     (lambda: train(by=Ended), RuntimeError, "StopIteration in iteration 0"),
     (lambda: train(OfLightning()), WARNING, "OfLightning.on_train_batch_end"),
+    (lambda: train(Misspelt()), WARNING, "Misspelt.aftr_step"),
     (lambda: train(OfMMEngine()), WARNING, "OfMMEngine.after_train_iter"),
     # Calls that are left out
     (lambda: train(by=NoAfterStep), RuntimeError, r"after_step\(\).*super\(\)"),
@@ -393,6 +399,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (configured(lr_multiplyer={}), ValueError, "did you mean 'lr_multiplier'"),
     (configured(dataloader={"trian": 1}), ValueError, "dataloader.trian.*'train'"),
     (configured({"ddp": {"broadcast_bufers": 1}}), ValueError, "train.ddp.*_buffers'"),
+    (configured({"device": "x"}, lr_scheduler=1), ValueError, "lr_scheduler is no set"),
     (only_validation, WARNING, "no test data"),
     (configured({"strategy": "ddp"}), TypeError, "DDPStrategy.*'ddp'"),
     (configured({"device": "cpu"}, model=Net), TypeError, "LazyCall.*Net"),

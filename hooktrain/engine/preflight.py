@@ -137,10 +137,8 @@ def log_size(model: nn.Module) -> None:
         there = [p for p in part.parameters() if not is_lazy(p)]
         count = sum(p.numel() for p in there)
         trainable = sum(p.numel() for p in there if p.requires_grad)
-        size = sum(p.nbytes for p in there)
-        rows.append((name, count, trainable, size / 1e6))
-    headers = ["part", "parameters", "trainable", "MB"]
-    table = tabulate(rows, headers, intfmt=",", floatfmt=",.2f")
+        rows.append((name, count, trainable))
+    table = tabulate(rows, ["part", "parameters", "trainable"], intfmt=",")
     logger.debug("%s:\n%s", type(bare).__name__, table)
     device = there[0].device.type if there else "cpu"
     logger.info(

@@ -1,10 +1,13 @@
 """What a configuration, and its ``train``, can hold."""
 
+import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from hooktrain.utils.names import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 _PARTS = {
     **dict.fromkeys(("model", "optimizer", "lr_multiplier", "hooks", "writers")),
@@ -66,7 +69,7 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
 
     A configuration and its ``dataloader`` may have values of their own, to which others refer, and
     ``train.ddp`` has further options of DistributedDataParallel. There only those keys are refused
-    whose names are nearly those of known ones.
+    whose names are nearly those of known ones, and the log names the others.
 
     Args:
         cfg: the whole configuration.
@@ -87,5 +90,6 @@ def _refuse_unknown(
                 raise ValueError(
                     f"nothing reads {where}{key}{did_you_mean(key, known)}"
                 )
+            logger.info("%s%s is no setting of this package", where, key)
         elif isinstance(known[key], dict) and value:
             _refuse_unknown(f"{where}{key}.", value, known[key])

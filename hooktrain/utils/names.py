@@ -100,7 +100,10 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
         events: the methods that are called.
     """
     for name in vars(kind):
-        if _OF_OTHERS.match(name) and not hasattr(kind.__base__, name):
+        is_meant = _OF_OTHERS.match(name) or (
+            name[0] != "_" and difflib.get_close_matches(name, events, 1, 0.85)
+        )
+        if is_meant and not hasattr(kind.__base__, name):
             logger.warning(
                 "Nothing calls %s.%s: there is %s",
                 kind.__name__,
