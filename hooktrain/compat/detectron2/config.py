@@ -1,4 +1,4 @@
-"""omegaconf's functions on ConfigDicts."""
+"""`LazyCall` and `LazyConfig` as detectron2 has them, and omegaconf's functions on ConfigDicts."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
