@@ -93,7 +93,8 @@ class LRScheduler(HookBase):
                     )
         if self._loaded:
             self.check_state_dict(self._loaded)
-            for name, states in _states(self._loaded).items():
+            saved = self._loaded.get("schedulers", {"": [self._loaded]})
+            for name, states in saved.items():
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
                     schedule.load_state_dict(state)
             self._seen_iters = dict(self._loaded.get("seen_iters", {}))
@@ -251,7 +252,9 @@ class LRScheduler(HookBase):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the state of other schedulers."""
         here = {name: len(each) for name, each in self._given().items()}
-        saved = {name: len(each) for name, each in _states(state_dict).items()}
+        # detectron2's is the state of the only scheduler.
+        states = state_dict.get("schedulers", {"": [state_dict]})
+        saved = {name: len(each) for name, each in states.items()}
         if here != saved:
             raise ValueError(
                 f"the state has so many schedulers: {saved}, and this run: {here}"
@@ -260,12 +263,6 @@ class LRScheduler(HookBase):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, when training starts."""
         self._loaded = dict(state_dict)
-
-
-def _states(state_dict: Mapping[str, Any]) -> Mapping[str, list[Any]]:
-    """The states of the schedulers by name; detectron2's is that of the only one."""
-    states: Mapping[str, list[Any]] = state_dict.get("schedulers", {"": [state_dict]})
-    return states
 
 
 def _unwrapped(optimizer: Any) -> Any:
