@@ -4,10 +4,12 @@
 
 A try is a training of one of the scripts in tools/crash_scripts.py in child processes, with one or
 two ranks, with or without loader workers, with files or folders of shards, in the foreground or the
-background. Faults strike it one after the other; after each the same command goes on. In the end
-its weights, its optimizer, its hooks and its rows of metrics must be those of an undisturbed run,
-bit for bit, with no process and no temporary file left. Everything random is drawn from ``--seed``
-and the number of the try; only the moments at which the operating system acts on it differ.
+background. The core's script also reads a stream in half of its tries, and stops early in half of
+them. Faults strike a run one after the other; after each the same command goes on. In the end its
+weights, its optimizer, its hooks, its best model and its rows of metrics must be those of an
+undisturbed run, bit for bit, with no process and no temporary file left. Everything random is drawn
+from ``--seed`` and the number of the try; only the moments at which the operating system acts on it
+differ.
 """
 
 import argparse
@@ -274,11 +276,15 @@ def outcome(folder: Path) -> Any:
     state = read_checkpoint(str(last[0]))
     for name in ("meta", "storage"):  # the date, and metrics that are times
         state.get("trainer", {}).pop(name, None)
+    best = {}
+    for path in folder.glob("model_best*"):
+        saved = read_checkpoint(str(path))
+        best = {"model": saved["model"], "best": saved["best"]}
     rows = []
     if (folder / "metrics.json").exists():
         rows = load_json_metrics(folder / "metrics.json")
     rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
-    return {**state, "rows": rows}
+    return {**state, "best": best, "rows": rows}
 
 
 def differences(ours: Any, theirs: Any) -> list[str]:
@@ -309,9 +315,10 @@ class Campaign:
     def undisturbed(self, variant: Variant) -> tuple[Any, float]:
         """The outcome of a variant that nobody disturbs, and the seconds that it takes.
 
-        It depends neither on loader workers nor on where a checkpoint is written.
+        It depends neither on where a checkpoint is written nor, but for a stream, on workers.
         """
-        variant = replace(variant, workers=0, background=False)
+        workers = variant.workers if variant.streams else 0
+        variant = replace(variant, workers=workers, background=False)
         with self._lock:
             if variant not in self._undisturbed:
                 folder = self.folder / f"undisturbed-{len(self._undisturbed)}"
@@ -326,8 +333,11 @@ class Campaign:
         """One try: some faults, then to the end."""
         draw = random.Random(f"{self.seed} {number}")
         flags = (False, True)
-        choices = list(product((1, 2), (0, 2), flags, flags))
-        variant = Variant(TURNS[number % len(TURNS)], *draw.choice(choices))
+        script = TURNS[number % len(TURNS)]
+        # Streams and early stops are the core's.
+        further = flags if script == "core" else (False,)
+        choices = list(product((1, 2), (0, 2), flags, flags, further, further))
+        variant = Variant(script, *draw.choice(choices))
         expected, seconds = self.undisturbed(variant)
         folder = self.folder / f"try-{number}"
         log = Path(f"{folder}.log")
@@ -354,9 +364,8 @@ class Campaign:
                 different = [path for path in different if not path.startswith(".rows")]
             # A best model that a full disk refused: an earlier one stays the best that is there.
             if b"the next best tries again" in said:
-                different = [
-                    path for path in different if ".BestCheckpointer." not in path
-                ]
+                of_best = (".best", ".trainer.hooks.BestCheckpointer.")
+                different = [path for path in different if not path.startswith(of_best)]
             if different:
                 raise LostRunError(f"bent: {different[:3]}")
             if left := [

@@ -3,13 +3,15 @@
 Each trains a small network on the digits. Called again, it goes on where its folder was left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import train_net
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.compat import detectron2, mmengine
@@ -27,6 +29,9 @@ ITERATIONS = 70
 BATCH_SIZE = 16
 SAVE_PERIOD = 7
 EVAL_PERIOD = 30
+# The second evaluation asks for the end, one iteration later, in which a checkpoint is due.
+EVAL_PERIOD_OF_EARLY_STOP = 24
+STREAM_LENGTH = 320  # samples, so that the iterations are more than three epochs
 SEED = 5
 WATCHDOG_SECONDS = 5
 
@@ -41,6 +46,8 @@ class Variant:
         workers: of the data loader.
         sharded: save folders of shards.
         background: save in the background.
+        streams: read the data as a stream, which torchdata continues.
+        stops_early: end when an evaluation has brought no improvement.
     """
 
     script: str
@@ -48,6 +55,8 @@ class Variant:
     workers: int
     sharded: bool
     background: bool
+    streams: bool = False
+    stops_early: bool = False
 
 
 def train_loader(variant: Variant) -> Any:
@@ -57,6 +66,37 @@ def train_loader(variant: Variant) -> Any:
         total_batch_size=BATCH_SIZE,
         num_workers=variant.workers,
         seed=SEED,
+    )
+
+
+class DigitsStream(IterableDataset[Any]):
+    """Some of the digits in an order of each epoch's own, divided among ranks and workers."""
+
+    def __init__(self) -> None:
+        self._digits = DigitsDataset(train=True, transform=RandomShift())
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """This reader's share of the samples."""
+        worker = get_worker_info()
+        reader, readers = comm.data_parallel_rank(), comm.data_parallel_size()
+        if worker is not None:
+            reader = reader * worker.num_workers + worker.id
+            readers *= worker.num_workers
+        generator = torch.Generator().manual_seed(self._epoch)
+        order = torch.randperm(STREAM_LENGTH, generator=generator).tolist()
+        for index in order[reader::readers]:
+            yield self._digits[index]
+
+
+def stream_loader(num_workers: int) -> Any:
+    """Batches of the stream."""
+    return build_train_loader(
+        DigitsStream(), total_batch_size=BATCH_SIZE, num_workers=num_workers
     )
 
 
@@ -81,11 +121,25 @@ def core(folder: str, variant: Variant) -> None:
         "train.log_period": 10,
         "train.ema.enabled": True,
         "train.watchdog_s": WATCHDOG_SECONDS,
-        "dataloader.train.total_batch_size": BATCH_SIZE,
         "dataloader.train.num_workers": variant.workers,
         "model.channels": 4,
         "model.dropout": 0.5,
     }
+    if variant.streams:
+        name = f"{stream_loader.__module__}.{stream_loader.__qualname__}"
+        options["dataloader.train"] = {"_target_": name, "num_workers": variant.workers}
+    else:
+        options["dataloader.train.total_batch_size"] = BATCH_SIZE
+    if variant.stops_early:
+        stopping = {
+            "_target_": "hooktrain.engine.hooks.EarlyStopping",
+            "metric": "classification/accuracy",
+            "mode": "max",
+            "patience": 1,
+            "min_delta": 100.0,  # percent: none is an improvement
+        }
+        options["+hooks"] = [stopping]
+        options["train.eval_period"] = EVAL_PERIOD_OF_EARLY_STOP
     overrides = [f"{key}={value}" for key, value in options.items()]
     arguments = ["--resume", "--config-file", CONFIG, *overrides]
     train_net.main(train_net.argument_parser().parse_args(arguments))
