@@ -122,6 +122,7 @@ def core(folder: str, variant: Variant) -> None:
         "train.ema.enabled": True,
         "train.watchdog_s": WATCHDOG_SECONDS,
         "dataloader.train.num_workers": variant.workers,
+        "optimizer.lr": 0.02,  # at more, some variants learn nothing
         "model.channels": 4,
         "model.dropout": 0.5,
     }
