@@ -41,9 +41,8 @@ class LossRecorder:
         self._alone = comm.get_world_size() == 1
         self._waiting = EventStorage()
         self._data_times: dict[int, float] = {}  # by iteration; they wait, too
-        self._columns: dict[
-            str, int
-        ] = {}  # the places of the names that all ranks know
+        # The places of the names that all ranks know.
+        self._columns: dict[str, int] = {}
         # All iterations before these have been exchanged, and checked.
         self._exchanged = iteration
         self._checked = iteration

@@ -82,10 +82,9 @@ class OptimWrapper:
         self._clipping = None
         if clip_grad is not None:
             self._clipping = call(_clipping, (), clip_grad, "(clip_grad)")
-        self._first_count = 0  # inner_count when the accumulation began
-        self._max_counts = (
-            -1
-        )  # inner_count at the end of the run; -1 if it is not known
+        # inner_count when the accumulation began, and at the end of the run; -1 is not known.
+        self._first_count = 0
+        self._max_counts = -1
         self._model = nn.Module()  # it names no parameters
 
     def __repr__(self) -> str:
