@@ -27,9 +27,8 @@ from hooktrain.utils.names import call
 
 Keys = str | Sequence[str] | None
 
-_running: list[
-    Path
-] = []  # the files that are running, each loaded by the one before it
+# The files that are running, each loaded by the one before it.
+_running: list[Path] = []
 
 
 class LazyCall:
