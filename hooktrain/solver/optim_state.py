@@ -243,9 +243,11 @@ def _shape_of(optimizer: Optimizer, state: State) -> tuple[int, ...] | None:
     if not hasattr(torch.optim, _kind(optimizer)):
         return None  # other optimizers may keep what they like
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    shapes = [tensor.shape for tensor in tensors if tensor.ndim > 0]
+    # An optimizer that extends torch's may keep less, such as a number for each row.
+    ndim = max((tensor.ndim for tensor in tensors), default=0)
+    shapes = [tensor.shape for tensor in tensors if tensor.ndim == ndim]
     # Adafactor's means of rows and of columns have size 1 in the other dimension.
-    return tuple(max(sizes) for sizes in zip(*shapes, strict=False)) or None
+    return tuple(max(sizes) for sizes in zip(*shapes, strict=True)) or None
 
 
 def _like(parameter: Tensor, value: Any) -> Any:

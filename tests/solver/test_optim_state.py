@@ -277,6 +277,26 @@ def test_what_an_optimizer_of_others_keeps_is_not_judged(changes: Changes) -> No
     assert optimizer.state["shared"] == {"steps": 5}  # type: ignore[index]
 
 
+def test_an_optimizer_that_extends_torchs_may_keep_a_number_for_each_row(
+    changes: Changes,
+) -> None:
+    class RowNorms(AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for parameter, state in self.state.items():
+                rows = torch.atleast_2d(parameter.detach())
+                state["row_norms"] = rows.norm(dim=1)
+
+    model = net("a")
+    optimizer = RowNorms(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    expected = saved(model, optimizer)
+    optimizer.state.clear()
+    load(model, optimizer, expected)
+    assert changes() == []
+    assert same(saved(model, optimizer), expected)
+
+
 # Settings
 
 
