@@ -40,6 +40,7 @@ from hooktrain.checkpoint.files import (
     MANIFEST,
     STATE,
     CorruptCheckpointError,
+    find_problem,
     is_folder,
     load_file,
     reading,
@@ -210,13 +211,16 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
     def take(_: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if leaf.layout is not torch.strided:  # a sparse tensor has no address
+            return leaf.to("cpu", copy=True)  # host-device synchronisation
         own = data = local_tensor(leaf)
         if whole:
             data = full_tensor(leaf)
         # A tensor of the training keeps its address, so its copy finds its memory again.
         # An empty tensor has no address.
         address = own.data_ptr() or id(leaf)
-        key = (address, own.stride(), data.shape, data.dtype)
+        flags = (data.is_conj(), data.is_neg())  # views of the same numbers
+        key = (address, own.stride(), data.shape, data.dtype, *flags)
         if key not in memory:
             memory[key] = torch.empty_like(
                 data,
@@ -314,6 +318,20 @@ class _Writer(filesystem.FileSystemWriter):
             raise
 
 
+class _Reader(filesystem.FileSystemReader):
+    """Looks at the container of each part before torch reads it."""
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        # Each part is in memory twice for a moment, since zipfile cannot read torch's view of it.
+        part = io.BytesIO(super()._slice_file(file, sinfo).read())
+        # The digest of the whole file has been compared, so checksums need not be.
+        problem = find_problem(part, checksums=False)
+        if problem:
+            raise CorruptCheckpointError(f"{file.name}: {problem}")
+        part.seek(0)
+        return part
+
+
 def _save_tensors(
     tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
 ) -> tuple[Parts, Digests]:
@@ -366,6 +384,9 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
         for offsets, sizes, file, begin, length in parts[name]:
             if file not in verified:
                 raise CorruptCheckpointError(f"{folder / file} is not in its manifest")
+            # torch would count further dimensions as if they filled the tensor.
+            if not len(offsets) == len(sizes) == tensor.ndim:
+                raise ValueError(f"{name} has a part of another dimension")
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             index = MetadataIndex(name, offsets)
             saved.storage_data[index] = filesystem._StorageInfo(file, begin, length)
@@ -376,7 +397,7 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
             properties, tensor.shape, chunks
         )
     _refuse_holes(saved)
-    reader = filesystem.FileSystemReader(folder)
+    reader = _Reader(folder)
     planner = DefaultLoadPlanner()
     planner.set_up_planner(tensors, saved, is_coordinator=True)
     reader.set_up_storage_reader(saved, is_coordinator=True)

@@ -109,6 +109,9 @@ CRAFTED: dict[str, Change] = {
     "no parts": lambda content, part: content.pop("parts"),
     "no dict": lambda content, part: content.update(state=[1]),
     "offsets of another dimension": lambda content, part: part.__setitem__(0, (0,)),
+    "a part of more dimensions": lambda content, part: part.__setitem__(
+        slice(2), [(0, 0, 0), (1, 1, 12)]
+    ),
     "a hole at the beginning": lambda content, part: part.__setitem__(
         slice(2), [(1, 0), (2, 4)]
     ),
@@ -154,6 +157,20 @@ def test_a_crafted_folder_is_passed_over_for_an_older_one(
     model = nn.ParameterDict({"w": torch.zeros(3, 4), "n": torch.zeros(())})
     found = Checkpointer(model, tmp_path).resume_or_load("")
     assert found["iteration"] == 9
+
+
+def test_a_shard_whose_records_are_marked_as_folders_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", 1)
+    shard = folder / "__0_0.distcp"
+    raw = bytearray(shard.read_bytes())
+    for entry in re.finditer(rb"PK\x01\x02", bytes(raw)):
+        raw[entry.start() + 38] |= 0x10  # torch would read nothing of such a record
+    shard.write_bytes(raw)
+    manifest = torch.load(folder / "manifest.pth", weights_only=True)
+    manifest["files"][shard.name] = folders._digest(shard)
+    forge(folder, "manifest.pth", manifest)
+    with pytest.raises(CorruptCheckpointError, match="marked as a folder"):
+        read_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("content", [[], {}, {"files": 3}, {"files": {3: (1, "")}}])
@@ -298,7 +315,7 @@ def test_code_in_a_shard_is_not_run(sharded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a"
     shutil.copytree(sharded, folder)
     forge(folder, "__1_0.distcp", RunsCode(tmp_path / "ran"))
-    with pytest.raises(CorruptCheckpointError, match="mkdir"):
+    with pytest.raises(CorruptCheckpointError, match="begins with"):
         read_checkpoint(str(folder))
     assert names(tmp_path) == ["a"]
 
@@ -329,6 +346,24 @@ def test_what_has_changed_its_type_or_left_the_state_takes_no_memory_of_others()
     (first, second), memory = copy_to_host([half, tensors[1]], memory, False)
     assert_equal([first, second], [half, tensors[1]])
     assert len(memory) == 2
+
+
+def test_views_of_one_memory_and_sparse_tensors_are_copied_as_they_are() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    state = [
+        numbers,
+        numbers.conj(),
+        numbers.imag,
+        numbers.conj().imag,
+        torch.eye(3).to_sparse(),
+    ]
+    expected = [torch.clone(each.resolve_conj().resolve_neg()) for each in state]
+    first, memory = copy_to_host(state, {}, False)
+    second, _ = copy_to_host(state, memory, False)
+    numbers.zero_()
+    for copied in (first, second):
+        for mine, theirs in zip(copied, expected, strict=True):
+            assert torch.equal(mine.to_dense(), theirs.to_dense())
 
 
 def copy_shards() -> None:
