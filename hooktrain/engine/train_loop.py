@@ -388,13 +388,6 @@ class TrainerBase:
         if not self._is_checked:
             self.check_finite()
         self._is_checked = False
-        hooks = {}
-        for key, hook in self._named_hooks().items():
-            state = hook.state_dict()
-            if state is None:
-                raise TypeError(f"{key}.state_dict() must return a dict, not None")
-            if state:
-                hooks[key] = state
         meta = {
             "hooktrain": __version__,
             "torch": str(torch.__version__),
@@ -403,11 +396,22 @@ class TrainerBase:
         }
         return {
             "iteration": self.done - 1,
-            "hooks": hooks,
+            "hooks": self._hook_states(),
             "storage": self.storage.state_dict(),
             "seed": self.seed,
             "meta": {**self.meta, **meta},
         }
+
+    def _hook_states(self) -> dict[str, Any]:
+        """The states of the hooks that have one."""
+        states = {}
+        for key, hook in self._named_hooks().items():
+            state = hook.state_dict()
+            if state is None:
+                raise TypeError(f"{key}.state_dict() must return a dict, not None")
+            if state:
+                states[key] = state
+        return states
 
     def check_state_dict(
         self, state_dict: State, *, only: Collection[str] | None = None

@@ -142,7 +142,7 @@ class ModelTrainer(TrainerBase):
         check_parts(self.model, self.optim_wrapper)
         super().before_train()
         self._move = mover_to(self.model)  # the model may have moved since the last run
-        self._not_finite_before = non_finite(self.model.state_dict())
+        self._not_finite_before = self._find_non_finite()
         wrappers = wrappers_by_name(self.optim_wrapper)
         self._first_versions = {name: versions(each) for name, each in wrappers.items()}
         if self.start_iter < self.max_iter:
@@ -176,23 +176,31 @@ class ModelTrainer(TrainerBase):
             )
 
     def check_finite(self) -> None:
-        """Refuse losses, weights and optimizer states that became infinite or NaN in this run."""
+        """Refuse losses, weights and states that became infinite or NaN in this run.
+
+        The states are those of the optimizer and of the hooks, such as an average of the weights.
+        """
         super().check_finite()
         if self._not_finite_before is None:  # no run has begun
             return
+        broken = self._find_non_finite() - self._not_finite_before
+        if broken:
+            raise FloatingPointError(
+                f"Infinite or NaN at iteration={self.iter}, and not saved: "
+                f"{sorted(broken)[:10]}\n{LOOK_AGAIN}"
+            )
+
+    def _find_non_finite(self) -> set[str]:
+        """The names of the tensors of a checkpoint that hold infinity or NaN."""
         saved = dict(self.model.state_dict())
 
         def add(keys: tuple[Any, ...], leaf: Any) -> None:
             saved[".".join(map(str, keys))] = leaf
 
         map_leaves(add, self.optim_wrapper.state_dict(), ("optimizer",))
+        map_leaves(add, self._hook_states(), ("hooks",))
         # Host-device synchronisation: one number for all tensors.
-        broken = non_finite(saved) - self._not_finite_before
-        if broken:
-            raise FloatingPointError(
-                f"Infinite or NaN at iteration={self.iter}, and not saved: "
-                f"{sorted(broken)[:10]}\n{LOOK_AGAIN}"
-            )
+        return non_finite(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the loop, of the optimizer, and the position in the data."""

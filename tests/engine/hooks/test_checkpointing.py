@@ -10,6 +10,7 @@ from torch import nn
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import (
+    EMA,
     CallbackHook,
     EarlyStopping,
     EvalHook,
@@ -166,6 +167,24 @@ def test_what_has_become_infinite_or_nan_is_never_saved(
     hook = CallbackHook(before_train=begin, after_backward=spoil)
     with pytest.raises(FloatingPointError, match=f"iteration=3, .*{name} is {value}"):
         run(tmp_path, max_iter, hook, period=2, max_to_keep=1)
+    assert names(tmp_path) == ["model_0000001.pth"]
+
+
+def test_an_average_that_was_poisoned_once_is_never_saved(tmp_path: Path) -> None:
+    model = LinearLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SimpleTrainer(model, batches(4), optimizer)
+    ema = EMA(model)
+
+    def poison(trainer: Any) -> None:  # the weights are finite
+        if trainer.iter == 2:
+            ema.average.module.fc.bias.fill_(math.nan)
+
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    saving = PeriodicCheckpointer(saver, period=2)
+    trainer.register_hooks([ema, CallbackHook(after_step=poison), saving])
+    with pytest.raises(FloatingPointError, match=r"hooks\.EMA\..*fc\.bias is nan"):
+        trainer.train(max_iter=6)
     assert names(tmp_path) == ["model_0000001.pth"]
 
 
