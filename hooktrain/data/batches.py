@@ -8,6 +8,7 @@ from operator import length_hint
 from typing import Any
 
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset
 
 from hooktrain.data.loader import TrainLoader
 from hooktrain.utils import comm
@@ -18,6 +19,10 @@ logger = logging.getLogger(__name__)
 SAME_BATCHES = (
     "The first two batches are the same. If each worker reads all of a stream, divide it by "
     "torch.utils.data.get_worker_info()"
+)
+ONE_POSITION = (
+    "A checkpoint has the main process's position in the %s, and each rank continues from there. "
+    "That is right only if all ranks have the same state; docs/guide.md shows how to save theirs"
 )
 STARTS_AGAIN = (
     "The position in the %s could not be restored, so its loader starts from the beginning. A "
@@ -45,8 +50,10 @@ class Batches(Iterator[Any]):
         self.loader = loader
         self._name = name
         self.epoch = 0
-        self._taken = 0  # the batches of this epoch so far
+        self._taken = 0  # the batches of this epoch, or since the origin
         self._iterator: Iterator[Any] | None = None
+        self._origin: dict[str, Any] | None = None  # see _reads_again
+        self._ranks_are_told = False
 
     def start(self) -> Iterator[Any]:
         """Start the loader and its workers, if that was not done, and return its iterator."""
@@ -56,7 +63,26 @@ class Batches(Iterator[Any]):
             self._iterator = start_workers(self.loader)
             if self.epoch == 0 and getattr(self.loader, "num_workers", 0) > 1:
                 self._iterator = _compare_first_two(self._iterator)
+            if self._reads_again and self._origin is None:
+                self._origin = self.loader.state_dict()  # type: ignore[attr-defined]
+            for _ in islice(self._iterator, self._taken):
+                pass
         return self._iterator
+
+    @property
+    def _reads_again(self) -> bool:
+        """Whether the loader finds its place by reading a stream from where it started.
+
+        torchdata's loader does so for a stream without a state, but counts what it has read again
+        twice. So the place is saved as the state that it started from and the batches since then.
+        """
+        dataset = getattr(self.loader, "dataset", None)
+        return (
+            isinstance(self.loader, DataLoader)
+            and isinstance(dataset, IterableDataset)
+            and hasattr(self.loader, "state_dict")
+            and not hasattr(dataset, "state_dict")
+        )
 
     def _set_epoch(self) -> None:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
@@ -75,7 +101,7 @@ class Batches(Iterator[Any]):
             except StopIteration:
                 self.epoch += 1
                 self._taken = 0
-                self._iterator = None
+                self._iterator = self._origin = None
             else:
                 self._taken += 1
                 return batch
@@ -85,12 +111,28 @@ class Batches(Iterator[Any]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the state of the loader if it has a ``state_dict``."""
+        """The epoch, and the state of the loader if it has a ``state_dict``.
+
+        It starts a loader that is not :class:`TrainLoader`. torchdata's would start itself
+        otherwise, in the order of epoch 0 and with workers that signals end.
+        """
         if hasattr(self.loader, "state_dict"):
+            if not isinstance(self.loader, TrainLoader):
+                self.start()
+                self._warn_of_ranks()
+            if self._reads_again:
+                place = {"loader": self._origin, "taken": self._taken}
+                return {"epoch": self.epoch, **place}
             return {"epoch": self.epoch, "loader": self.loader.state_dict()}
         # Such a loader will start from the beginning: of the next epoch, if this one is over.
         is_over = self._taken == length_hint(self.loader, -1)
         return {"epoch": self.epoch + is_over}
+
+    def _warn_of_ranks(self) -> None:
+        """Warn once that a checkpoint has the state of the main process's loader only."""
+        if comm.get_world_size() > 1 and not self._ranks_are_told:
+            logger.warning(ONE_POSITION, self._name)
+            self._ranks_are_told = True
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the loader raise its error for the state of other data."""
@@ -100,16 +142,12 @@ class Batches(Iterator[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. Warn if the position cannot be restored."""
         self.epoch = int(state_dict.get("epoch", 0))
-        self._taken = 0
-        self._iterator = None
+        self._taken = int(state_dict.get("taken", 0))
+        self._iterator = self._origin = None
         if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
+            if self._reads_again:
+                self._origin = state_dict["loader"]
             self.loader.load_state_dict(state_dict["loader"])
-            if comm.get_world_size() > 1 and not isinstance(self.loader, TrainLoader):
-                logger.warning(
-                    "Each rank continues from the main process's position in %r, which is "
-                    "right only if all ranks have the same state",
-                    self.loader,
-                )
         else:
             logger.warning(STARTS_AGAIN, self._name)
 

@@ -1,11 +1,14 @@
 """The batches of loaders that are not ours."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -15,7 +18,7 @@ from torch.utils.data import (
 
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
-from hooktrain.data import build_train_loader
+from hooktrain.data import TrainingSampler, build_train_loader
 from hooktrain.data.batches import Batches
 
 
@@ -47,25 +50,81 @@ def test_a_stream_of_torchdata_continues_where_it_was(
         assert before + after == whole
 
 
-def warnings_of_a_resume() -> list[str]:
+class Shuffled(IterableDataset[float]):
+    """From 0 to 11 in an order of the epoch, shared by the workers, which add random fractions."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[float]:
+        order = TrainingSampler(12, seed=0).epoch_indices(self.epoch).tolist()
+        worker = get_worker_info()
+        if worker is None:
+            return iter(order)
+        mine = order[worker.id :: worker.num_workers]
+        return (index + float(torch.rand(())) for index in mine)
+
+
+def read(batches: Batches, count: int) -> list[float]:
+    torch.manual_seed(count)  # the seeds of workers are drawn from it
+    return torch.cat(list(islice(batches, count))).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_resumes_twice_in_any_epoch_gives_each_sample_once(
+    workers: int,
+) -> None:
+    def stream(*state: Any) -> Batches:
+        loader = build_train_loader(Shuffled(), total_batch_size=2, num_workers=workers)
+        batches = Batches(loader)
+        for each in state:
+            batches.load_state_dict(each)
+        batches.state_dict()  # a checkpointer asks for it before the first step
+        return batches
+
+    for stop in (2, 6, 8):  # of 6 batches in an epoch
+        whole = stream()
+        before = read(whole, stop)
+        second = stream(whole.state_dict())
+        before += read(whole, 2)
+        assert read(second, 2) == before[-4:]
+        after = read(whole, 10 - stop)
+        assert read(stream(second.state_dict()), 10 - stop) == after
+        samples = [int(sample) for sample in before + after]
+        assert sorted(samples[:12]) == sorted(samples[12:]) == list(range(12))
+
+
+@pytest.mark.parametrize("data", [range(10), Numbers()])
+def test_a_loaded_position_counts_where_batches_were_read(data: Any) -> None:
+    batches = Batches(build_train_loader(data, total_batch_size=2, seed=0))
+    state = copy.deepcopy(batches.state_dict())
+    first = [batch.tolist() for batch in islice(batches, 3)]
+    batches.load_state_dict(state)
+    assert [batch.tolist() for batch in islice(batches, 3)] == first
+
+
+def warnings_of_a_start() -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hooktrain.data.batches").addHandler(handler)
     for data in (Numbers(), range(10)):
         batches = Batches(build_train_loader(data, total_batch_size=2, seed=0))
-        batches.load_state_dict(batches.state_dict())
+        for _ in range(2):
+            batches.state_dict()
     return told
 
 
-def test_ranks_that_take_the_main_process_position_in_a_stream_say_so() -> None:
-    for texts in run_ranks(warnings_of_a_resume, 2):
+def test_ranks_whose_checkpoint_has_the_main_process_position_say_so_once() -> None:
+    for texts in run_ranks(warnings_of_a_start, 2):
         (text,) = texts
-        assert text.startswith("Each rank continues")
+        assert "each rank continues" in text
 
 
-def test_a_single_process_resumes_a_stream_without_a_warning() -> None:
-    assert warnings_of_a_resume() == []
+def test_a_single_process_saves_its_position_without_a_warning() -> None:
+    assert warnings_of_a_start() == []
 
 
 class Undivided(IterableDataset[int]):

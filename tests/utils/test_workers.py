@@ -3,15 +3,17 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import build_test_loader, build_train_loader
+from hooktrain.data.batches import Batches
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.hooks.bad_runs import EXIT_HUNG, Watchdog
@@ -99,6 +101,21 @@ def test_a_run_saves_after_a_signal_to_all_processes(
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
     assert not any(map(alive, workers(tmp_path)))
     end(process)
+
+
+class Blocked(IterableDataset[bool]):
+    """Whether its worker ignores SIGTERM."""
+
+    def __iter__(self) -> Iterator[bool]:
+        yield signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_workers_ignore_signals_also_where_the_state_of_a_stream_is_asked_first() -> (
+    None
+):
+    batches = Batches(build_train_loader(Blocked(), total_batch_size=1, num_workers=1))
+    batches.state_dict()
+    assert next(batches).tolist() == [True]
 
 
 KEPT: list[Any] = []
