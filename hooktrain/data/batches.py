@@ -56,8 +56,14 @@ class Batches(Iterator[Any]):
         self._ranks_are_told = False
 
     def start(self) -> Iterator[Any]:
-        """Start the loader and its workers, if that was not done, and return its iterator."""
+        """Start the loader and its workers, if that was not done, and return its iterator.
+
+        Raises:
+            TypeError: for a data set, or a list of loaders.
+        """
         if self._iterator is None:
+            if isinstance(self.loader, list | tuple):
+                _refuse_loaders(self.loader)
             if self.epoch > 0:
                 self._set_epoch()
             self._iterator = start_workers(self.loader)
@@ -150,6 +156,14 @@ class Batches(Iterator[Any]):
             self.loader.load_state_dict(state_dict["loader"])
         else:
             logger.warning(STARTS_AGAIN, self._name)
+
+
+def _refuse_loaders(batches: Iterable[Any]) -> None:
+    if any(isinstance(each, DataLoader | TrainLoader) for each in batches):
+        raise TypeError(
+            "give one loader, such as one of a ConcatDataset of all data sets, not a "
+            f"list of loaders: {batches!r}"
+        )
 
 
 def _compare_first_two(batches: Iterator[Any]) -> Iterator[Any]:

@@ -105,6 +105,13 @@ def test_a_loaded_position_counts_where_batches_were_read(data: Any) -> None:
     assert [batch.tolist() for batch in islice(batches, 3)] == first
 
 
+def test_a_list_of_loaders_is_refused_before_the_first_step() -> None:
+    ours = build_train_loader(range(10), total_batch_size=2, seed=0)  # type: ignore[arg-type]
+    for loader in (ours, DataLoader(range(10))):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="ConcatDataset"):
+            Batches([loader, loader]).start()
+
+
 def warnings_of_a_start() -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
