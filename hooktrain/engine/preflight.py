@@ -1,7 +1,10 @@
 """What is asked before the first step of a run, and after its first period."""
 
+import inspect
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from tabulate import tabulate
@@ -14,9 +17,13 @@ from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
-from hooktrain.utils.names import lists_of_layers, names_used
 
 logger = logging.getLogger(__name__)
+
+# Events of Lightning, MMEngine and transformers.
+_OF_OTHERS = re.compile(
+    r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
+)
 
 
 def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
@@ -66,10 +73,19 @@ def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
             len(left),
             left[:5],
         )
-    for name in lists_of_layers(model):
+    for name in _lists_of_layers(model):
         logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
     if comm.get_world_size() > 1:
         _check_ranks(model)
+
+
+def _lists_of_layers(model: nn.Module) -> Iterator[str]:
+    """The names of plain lists and tuples of layers, which are no part of a model."""
+    for path, module in model.named_modules(prefix="model"):
+        for key, value in vars(module).items():
+            items = value if isinstance(value, list | tuple) else ()
+            if any(isinstance(item, nn.Module) for item in items):
+                yield f"{path}.{key}"
 
 
 def versions(wrapper: OptimWrapper) -> list[int]:
@@ -101,7 +117,7 @@ def warn_of_lost_calls(trainer: Any) -> None:
         trainer: with a model, in a run.
     """
     kinds = {type(hook) for hook in trainer.hooks}
-    waiting = [kind.__name__ for kind in kinds if names_used(kind.after_backward)]
+    waiting = [kind.__name__ for kind in kinds if _names_used(kind.after_backward)]
     if waiting and not trainer._has_backward:
         logger.warning(
             "run_step has not called self.after_backward(), which %s may need", waiting
@@ -110,7 +126,7 @@ def warn_of_lost_calls(trainer: Any) -> None:
     gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
     changes = min((gradient._version for gradient in gradients), default=0)
     count = trainer.done - trainer.start_iter
-    if "zero_grad" not in names_used(trainer.run_step) and changes >= count - 1 > 2:
+    if "zero_grad" not in _names_used(trainer.run_step) and changes >= count - 1 > 2:
         logger.warning(
             "The gradients of all iterations add up: run_step needs "
             "self.optim_wrapper.zero_grad()"
@@ -144,3 +160,43 @@ def log_size(model: nn.Module) -> None:
     logger.info(
         "%s parameters, on %d x %s", f"{count:,}", comm.get_world_size(), device
     )
+
+
+def warn_of_events(kind: type, events: Sequence[str]) -> None:
+    """Name the methods of a class that other trainers would call, and those without ``super()``.
+
+    Whether a method calls that of its base class is read from the names in its code. So it costs
+    nothing when the method is called.
+
+    Args:
+        kind: a class of hooks or of trainers.
+        events: the methods that are called.
+    """
+    for name in vars(kind):
+        is_meant = _OF_OTHERS.match(name) or (
+            name[0] != "_" and get_close_matches(name, events, 1, 0.85)
+        )
+        if is_meant and not hasattr(kind.__base__, name):
+            logger.warning(
+                "Nothing calls %s.%s: there is %s",
+                kind.__name__,
+                name,
+                ", ".join(events),
+            )
+    for name in (*events, "__init__"):
+        owners = [base for base in kind.__mro__ if name in vars(base)]
+        # A method that uses no name does nothing that could be left out.
+        busy = list(filter(None, (_names_used(vars(base)[name]) for base in owners)))
+        if any(name not in used for used in busy[:-1]):
+            logger.warning(
+                "%s.%s does not call super().%s(), so what its base class does there is left out",
+                kind.__name__,
+                name,
+                name,
+            )
+
+
+def _names_used(method: Any) -> tuple[str, ...]:
+    """The names of globals, attributes and methods in the code of a Python function."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return code.co_names if code else ()

@@ -10,11 +10,12 @@ import torch
 
 from hooktrain import __version__
 from hooktrain.engine.losses import LossRecorder
+from hooktrain.engine.preflight import warn_of_events
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.names import as_list, warn_of_events
+from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import end_of_run
 
 EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")

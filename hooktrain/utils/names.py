@@ -7,22 +7,16 @@ import logging
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-# Events of Lightning, MMEngine and transformers.
-_OF_OTHERS = re.compile(
-    r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
-)
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
@@ -87,55 +81,6 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
     for name, hint in instead.items():
         if name in vars(kind):
             raise TypeError(f"{kind.__qualname__}.{name} would never be called: {hint}")
-
-
-def warn_of_events(kind: type, events: Sequence[str]) -> None:
-    """Name the methods of a class that other trainers would call, and those without ``super()``.
-
-    Whether a method calls that of its base class is read from the names in its code. So it costs
-    nothing when the method is called.
-
-    Args:
-        kind: a class of hooks or of trainers.
-        events: the methods that are called.
-    """
-    for name in vars(kind):
-        is_meant = _OF_OTHERS.match(name) or (
-            name[0] != "_" and difflib.get_close_matches(name, events, 1, 0.85)
-        )
-        if is_meant and not hasattr(kind.__base__, name):
-            logger.warning(
-                "Nothing calls %s.%s: there is %s",
-                kind.__name__,
-                name,
-                ", ".join(events),
-            )
-    for name in (*events, "__init__"):
-        owners = [base for base in kind.__mro__ if name in vars(base)]
-        # A method that uses no name does nothing that could be left out.
-        busy = list(filter(None, (names_used(vars(base)[name]) for base in owners)))
-        if any(name not in used for used in busy[:-1]):
-            logger.warning(
-                "%s.%s does not call super().%s(), so what its base class does there is left out",
-                kind.__name__,
-                name,
-                name,
-            )
-
-
-def names_used(method: Any) -> tuple[str, ...]:
-    """The names of globals, attributes and methods in the code of a Python function."""
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    return code.co_names if code else ()
-
-
-def lists_of_layers(model: nn.Module) -> Iterator[str]:
-    """The names of plain lists and tuples of layers, which are no part of a model."""
-    for path, module in model.named_modules(prefix="model"):
-        for key, value in vars(module).items():
-            items = value if isinstance(value, list | tuple) else ()
-            if any(isinstance(item, nn.Module) for item in items):
-                yield f"{path}.{key}"
 
 
 def locate(name: str) -> Any:

@@ -1,6 +1,8 @@
 """Model and optimizer that do not belong together are refused, or warned about."""
 
 import logging
+from functools import wraps
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, create_ddp_model
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.preflight import check_parts, log_size
+from hooktrain.engine.preflight import check_parts, log_size, warn_of_events
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from toys import LinearLoss, sgd
 
@@ -81,3 +83,74 @@ def test_a_table_of_the_model_is_for_the_log_file_and_its_total_for_the_console(
         ["late", "0", "0"],
         ["total", "6,350", "5,330"],
     ]
+
+
+class Base:
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def after(self) -> None:
+        self.seen += 1
+
+    def before(self) -> None:
+        """Does nothing."""
+
+
+def decorated(method: Any) -> Any:
+    @wraps(method)
+    def called(self: Any) -> None:
+        method(self)
+
+    return called
+
+
+class CallsSuper(Base):
+    @decorated
+    def after(self) -> None:
+        super().after()
+
+
+class CallsByName(Base):
+    def __init__(self) -> None:
+        Base.__init__(self)
+
+
+class SwitchesOff(Base):
+    def after(self) -> None:
+        """Does nothing, on purpose."""
+
+
+class OfNothing(Base):
+    def before(self) -> None:
+        self.seen = 7
+
+
+class Forgets(Base):
+    @decorated
+    def after(self) -> None:
+        self.seen = 7
+
+
+class ForgetsConstructor(Base):
+    def __init__(self) -> None:
+        self.mine = 7
+
+
+@pytest.mark.parametrize("kind", [CallsSuper, CallsByName, SwitchesOff, OfNothing])
+def test_a_method_that_leaves_nothing_out_is_not_told(
+    kind: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_events(kind, ("before", "after"))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Forgets, "Forgets.after"), (ForgetsConstructor, "ForgetsConstructor.__init__")],
+)
+def test_a_method_without_its_super_is_told(
+    kind: type, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_events(kind, ("before", "after"))
+    (message,) = caplog.messages
+    assert name in message

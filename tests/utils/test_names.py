@@ -1,13 +1,12 @@
 import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hooktrain.utils.names import did_you_mean, importable_name, locate, warn_of_events
+from hooktrain.utils.names import did_you_mean, importable_name, locate
 
 
 class Outer:
@@ -113,74 +112,3 @@ def test_what_cannot_be_imported_by_name_is_refused() -> None:
             importable_name(obj)
     assert importable_name(Outer.build) == (__name__, "Outer.build")
     assert isinstance(locate(f"{__name__}.Outer.build")(), Outer)
-
-
-class Base:
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def after(self) -> None:
-        self.seen += 1
-
-    def before(self) -> None:
-        """Does nothing."""
-
-
-def decorated(method: Any) -> Any:
-    @wraps(method)
-    def called(self: Any) -> None:
-        method(self)
-
-    return called
-
-
-class CallsSuper(Base):
-    @decorated
-    def after(self) -> None:
-        super().after()
-
-
-class CallsByName(Base):
-    def __init__(self) -> None:
-        Base.__init__(self)
-
-
-class SwitchesOff(Base):
-    def after(self) -> None:
-        """Does nothing, on purpose."""
-
-
-class OfNothing(Base):
-    def before(self) -> None:
-        self.seen = 7
-
-
-class Forgets(Base):
-    @decorated
-    def after(self) -> None:
-        self.seen = 7
-
-
-class ForgetsConstructor(Base):
-    def __init__(self) -> None:
-        self.mine = 7
-
-
-@pytest.mark.parametrize("kind", [CallsSuper, CallsByName, SwitchesOff, OfNothing])
-def test_a_method_that_leaves_nothing_out_is_not_told(
-    kind: type, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_of_events(kind, ("before", "after"))
-    assert caplog.messages == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(Forgets, "Forgets.after"), (ForgetsConstructor, "ForgetsConstructor.__init__")],
-)
-def test_a_method_without_its_super_is_told(
-    kind: type, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_of_events(kind, ("before", "after"))
-    (message,) = caplog.messages
-    assert name in message
