@@ -15,7 +15,8 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 gpu: .venv/installed-dev
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'  # fails without a card
+	$(BIN)/python -m pytest -W default tests/gpu
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
