@@ -51,18 +51,17 @@ class BaseAveragedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.interval = interval
-        self.module = _copy(unwrap_model(model)).to(device)
-        self.module.eval()
-        self.module.requires_grad_(False)
+        self.module = _copy(unwrap_model(model)).to(device).requires_grad_(False).eval()
         self.register_buffer("steps", torch.tensor(0, device=device))
         # This is the same number. Reading the tensor would wait for the device in each update.
         self._steps = 0
         self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
         # The names of the tensors that are averaged. All others are copied.
-        self._averaged: set[str] = set()
-        for name, parameter in self.module.named_parameters():
-            if parameter.is_floating_point() or parameter.is_complex():
-                self._averaged.add(name)
+        self._averaged = {
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.is_floating_point() or parameter.is_complex()
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the averaged model."""
@@ -86,15 +85,10 @@ class BaseAveragedModel(nn.Module):
             ValueError: if the model has other parameters or buffers than the average.
         """
         averages, weights = self._matched(model)
-        for name in averages.keys() - self._averaged:
-            averages[name].copy_(weights[name])
+        _write({n: averages[n] for n in averages.keys() - self._averaged}, weights)
         if self._steps % self.interval == 0:
-            old = []
-            new = []
-            for name in self._averaged:
-                average = averages[name]
-                old.append(average)
-                new.append(weights[name].to(average.device))
+            old = [averages[name] for name in self._averaged]
+            new = [weights[name].to(averages[name].device) for name in self._averaged]
             self._average(old, new)
         self._steps += 1
         self.steps += 1
@@ -137,8 +131,9 @@ class BaseAveragedModel(nn.Module):
         weights = _tensors(unwrap_model(model))
         different = averages.keys() ^ weights.keys()
         if different:
-            names = sorted(different)[:5]
-            raise ValueError(f"the model and its average differ in {names}")
+            raise ValueError(
+                f"the model and its average differ in {sorted(different)[:5]}"
+            )
         return averages, weights
 
 
@@ -207,8 +202,14 @@ class StochasticWeightAverage(BaseAveragedModel):
 
 @torch.no_grad()
 def _write(targets: Tensors, sources: Tensors) -> None:
-    for name, target in targets.items():
-        target.copy_(sources[name])
+    # torch copies those of one data type together.
+    for dtype in {target.dtype for target in targets.values()}:
+        pairs = [
+            (target, sources[name])
+            for name, target in targets.items()
+            if target.dtype is dtype
+        ]
+        torch._foreach_copy_(*zip(*pairs, strict=True))  # type: ignore[arg-type]
 
 
 def _read_steps(average: Any, _: Any) -> None:
