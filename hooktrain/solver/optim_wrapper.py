@@ -158,8 +158,9 @@ class OptimWrapper:
         is_last = self.should_sync()
         if is_last and self.accumulative_counts == 1:
             return NOTHING
-        if hasattr(model, "set_requires_gradient_sync"):  # of fully_shard
-            model.set_requires_gradient_sync(is_last)
+        if hasattr(model, "set_requires_all_reduce"):  # of fully_shard
+            # Each pass leaves a rank with its shard of the gradient. Only replicas wait.
+            model.set_requires_all_reduce(is_last)
         elif not is_last and hasattr(model, "no_sync"):  # of DistributedDataParallel
             return model.no_sync()  # type: ignore[no-any-return]
         return NOTHING

@@ -159,14 +159,25 @@ def _replicated() -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_sharded(mesh=mesh)
     rows = len(local_tensor(next(model.parameters())))
-    return [rows, _deferred(make_model, {Block}, mesh=mesh), *losses_of(model)]
+    accumulated = make_sharded(mesh=mesh)
+    train(accumulated, make_wrapper(accumulated, accumulative_counts=2), DATA)
+    return [
+        rows,
+        _deferred(make_model, {Block}, mesh=mesh),
+        full_state_dict(accumulated),
+        *losses_of(model),
+    ]
 
 
 def test_a_mesh_of_two_dimensions_replicates_what_it_shards(one: list[float]) -> None:
-    rows, initialised, *losses = run_ranks(_replicated, 4)[0]
+    rows, initialised, accumulated, *losses = run_ranks(_replicated, 4)[0]
     assert rows == 9
     assert equal(initialised, dict(make_model().state_dict()))
     assert losses == pytest.approx(one, abs=1e-5)
+    alone = make_model()
+    train(alone, make_wrapper(alone, accumulative_counts=2), DATA)
+    expected = dict(alone.state_dict())
+    torch.testing.assert_close(accumulated, expected, atol=1e-5, rtol=0)
 
 
 def test_a_policy_of_mixed_precision_is_built_of_names() -> None:

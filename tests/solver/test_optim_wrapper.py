@@ -426,23 +426,23 @@ def two() -> list[dict[str, Any]]:
     return run_ranks(_on_two_ranks, 2)
 
 
-def test_shards_are_exchanged_at_the_end_of_an_accumulation(
+def test_each_pass_of_an_accumulation_leaves_a_rank_with_shards_of_gradients(
     two: list[dict[str, Any]],
 ) -> None:
     model = sharded.make_model()
     wrapper = sharded.make_wrapper(model, accumulative_counts=2, clip_grad=CLIP)
     sharded.train(model, wrapper, DATA)
     for result in two:
-        assert result["accumulated"][0] == [0, 3] * 3  # 3 units
+        assert result["accumulated"][0] == [3] * 6  # 3 units, exchanged in each pass
     # The main process has the full tensors.
     expected = dict(model.state_dict())
     torch.testing.assert_close(two[0]["accumulated"][1], expected, atol=1e-5, rtol=0)
 
 
-def test_shards_of_several_optimizers_with_one_loss_are_exchanged_then_too(
+def test_so_do_passes_of_one_loss_for_several_optimizers(
     two: list[dict[str, Any]],
 ) -> None:
-    assert [result["several"] for result in two] == [[0, 3] * 2] * 2
+    assert [result["several"] for result in two] == [[3] * 4] * 2
 
 
 def test_clipping_sees_the_norm_of_the_whole_gradient(
