@@ -19,7 +19,7 @@ from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.names import add_note, did_you_mean
-from hooktrain.utils.tensors import is_sharded, mover_to
+from hooktrain.utils.tensors import compute_device, is_sharded, mover_to
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -333,7 +333,7 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
     own = start_workers(data_loader)
     batches: Any = zip(own, repeat(True))
     if computes_together(module):
-        batches = in_step(own)
+        batches = in_step(own, compute_device(module))
     for done, batch in enumerate(batches, 1):
         yield batch
         timer.beat()
@@ -352,10 +352,10 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
         logger.info("Inference done %d%s. %.4f s/iter.%s", done, of_all, mean, eta)
     if done == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
-    parameter = next(module.parameters(), torch.empty(0))
-    if parameter.device.type != "cpu":
+    device = compute_device(module)
+    if device.type != "cpu":
         # A host-device synchronisation.
-        torch.accelerator.synchronize(parameter.device)
+        torch.accelerator.synchronize(device)
     whole = time.perf_counter() - start
     mean = whole / max(1, done)
     logger.info(
@@ -387,12 +387,14 @@ def computes_together(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
 
-def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+def in_step(
+    data_loader: Iterable[Any], device: torch.device | str = "cpu"
+) -> Iterator[tuple[Any, bool]]:
     """The batches of this rank, and then stand-ins as long as another rank has batches.
 
-    For each batch the ranks exchange one number, so loaders need no length and may end at
-    different times. A stand-in is the rank's own last batch. A rank without any batch gets the
-    first one of another rank. It is pickled, so loaders should give tensors on the CPU.
+    For each batch the ranks exchange one number on ``device``, so loaders need no length and may
+    end at different times. A stand-in is the rank's own last batch. A rank without any batch gets
+    the first one of another rank. It is pickled, so loaders should give tensors on the CPU.
 
     Yields:
         A batch, and whether it is one of this rank's, not a stand-in.
@@ -404,7 +406,7 @@ def in_step(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     if True in owners and False in owners:
         owner = owners.index(True)
         stand_in = comm.broadcast(batch, src=owner)
-    while comm.any_rank(batch is not _END):
+    while comm.any_rank(batch is not _END, device):
         is_own = batch is not _END
         if is_own:
             stand_in = batch

@@ -149,10 +149,10 @@ def join_processes(
 ) -> None:
     """Join the other processes that the launcher has started. A collective.
 
-    This makes the default process group and one for each machine, and makes the
-    accelerator of the local rank the current one. The process may then open as many files
-    as the system lets it. More than :data:`MANY` ranks connect by gloo only where they
-    talk. When torchrun is killed, the process is killed with it (Linux).
+    This makes the default process group, and makes the accelerator of the local rank the
+    current one. The process may then open as many files as the system lets it. More than
+    :data:`MANY` ranks connect by gloo only where they talk. When torchrun is killed, the
+    process is killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -203,7 +203,7 @@ def join_processes(
     )
     atexit.register(_leave_at_exit)
     comm.object_group(timeout)
-    comm.create_local_process_group(info.local_world_size)
+    comm.set_local_part(info.local_rank, info.local_world_size)
 
 
 def _store(launcher: Launcher, info: RankInfo, timeout: timedelta) -> Any:

@@ -21,6 +21,8 @@ T = TypeVar("T")
 # The keys are default groups, so that no entry outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 _local_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+# The rank on the machine, and how many ranks it has.
+_local_parts: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 _data_shares: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
@@ -70,47 +72,71 @@ def _data_share() -> tuple[int, int]:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Make a process group for each machine, as ``launch()`` does. Collective.
+    """Say which ranks share a machine, where neither ``launch()`` nor torchrun has said so.
+
+    :func:`get_local_process_group` makes the group when it is called first.
 
     Args:
-        num_workers_per_machine: how many successive ranks run on each machine. The world size is
-            a multiple of it.
+        num_workers_per_machine: how many successive ranks run on each machine. The last one may
+            have fewer.
     """
-    group, _ = dist.new_subgroups(num_workers_per_machine)
-    _local_groups[dist.group.WORLD] = group
+    rank = get_rank() % num_workers_per_machine
+    first = get_rank() - rank
+    set_local_part(rank, min(num_workers_per_machine, get_world_size() - first))
+
+
+def set_local_part(rank: int, size: int) -> None:
+    """Set the place of this process on its machine, as a launcher knows it.
+
+    Args:
+        rank: its number on the machine, from 0. Ranks of a machine follow each other.
+        size: how many ranks the machine has.
+    """
+    _local_parts[dist.group.WORLD] = (rank, size)
+    _local_groups.pop(dist.group.WORLD, None)
 
 
 def get_local_process_group() -> ProcessGroup:
-    """The process group of this machine.
+    """The process group of this machine. The first call is collective.
 
     Raises:
-        RuntimeError: if nobody has made one.
+        RuntimeError: if it is unknown which ranks share a machine.
     """
-    group = _local_groups.get(dist.group.WORLD)
-    if group is None:
+    world = dist.group.WORLD
+    rank, size = _local_part()
+    if world not in _local_groups:
+        first = get_rank() - rank
+        # Each rank makes the group of its own machine only: NCCL splits its communicator
+        # for each group that a rank makes.
+        _local_groups[world] = dist.new_group(  # type: ignore[assignment, unused-ignore]
+            range(first, first + size), use_local_synchronization=True
+        )
+    return _local_groups[world]
+
+
+def _local_part() -> tuple[int, int]:
+    if get_world_size() == 1:
+        return 0, 1
+    if dist.group.WORLD not in _local_parts:
         raise RuntimeError(
             "it is unknown which ranks share a machine: start them by launch() or torchrun, or "
             "call comm.create_local_process_group()"
         )
-    return group
+    return _local_parts[dist.group.WORLD]
 
 
 def get_local_rank() -> int:
-    """The rank of this process on its machine: torchrun's, or else that in the machine's group."""
+    """The rank of this process on its machine: torchrun's, or else what its launcher has said."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    if get_world_size() == 1:
-        return 0
-    return dist.get_rank(get_local_process_group())
+    return _local_part()[0]
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine: torchrun's, or else that of the machine's group."""
+    """The number of processes on this machine: torchrun's, or else what its launcher has said."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
-    if get_world_size() == 1:
-        return 1
-    return dist.get_world_size(get_local_process_group())
+    return _local_part()[1]
 
 
 def synchronize() -> None:
@@ -147,7 +173,7 @@ def broadcast(obj: T, src: int = 0) -> T:
 
 
 def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Sum a tensor in CPU memory over all ranks, in place. Collective.
+    """Sum a tensor over all ranks, in place and on its device. Collective.
 
     Args:
         values: a tensor of the same shape on every rank.
@@ -157,13 +183,20 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         ``values``, which are the same on every rank to the last bit.
     """
     if get_world_size() > 1:
-        dist.all_reduce(values, op, group=object_group())
+        group = object_group() if values.is_cpu else None
+        dist.all_reduce(values, op, group=group)
     return values
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is true on any rank. Collective."""
-    return all_reduce(torch.tensor(int(flag))).item() > 0
+def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
+    """Whether the flag is true on any rank. Collective.
+
+    Args:
+        flag: of this rank.
+        device: where to exchange it. Between accelerators that is faster than over gloo.
+    """
+    # A host-device synchronisation, if it is an accelerator.
+    return all_reduce(torch.tensor(int(flag), device=device)).item() > 0
 
 
 def shared_random_seed() -> int:
@@ -179,7 +212,8 @@ def object_group(timeout: Any = None) -> ProcessGroup:
     """
     world = dist.group.WORLD
     assert world is not None
-    if dist.get_backend(world) == "gloo":
+    # It may be one of several, as in cpu:gloo,cuda:nccl.
+    if "cpu:gloo" in dist.get_backend_config(world):
         return world
     if world not in _object_groups:
         _object_groups[world] = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment, unused-ignore]

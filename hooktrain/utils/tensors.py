@@ -168,13 +168,24 @@ def _numbers(tensor: Any) -> Tensor | None:
     return local if local.numel() > 0 else None
 
 
+def compute_device(model: nn.Module) -> torch.device:
+    """The device on which a model computes; without parameters it is the CPU.
+
+    Parameters that are offloaded lie in the CPU's memory, and their mesh knows the device.
+    """
+    parameter = next(model.parameters(), torch.empty(0))
+    if is_sharded(parameter):
+        return torch.device(parameter.device_mesh.device_type)  # type: ignore[attr-defined]
+    return parameter.device
+
+
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     """The function that moves a batch to the device of a model; see :func:`to_device`.
 
     On the CPU it returns batches as they are. So it does for a model with a ``train_step``, which
     moves its batches by itself.
     """
-    device = next(model.parameters(), torch.empty(0)).device
+    device = compute_device(model)
     if device.type == "cpu" or hasattr(model, "train_step"):
         return lambda data: data
     return partial(to_device, device=device)

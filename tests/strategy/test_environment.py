@@ -201,6 +201,7 @@ def threads_before_and_after() -> tuple[bool, int]:
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step()  # imports modules that know process groups
     comm.create_local_process_group(2)
+    comm.get_local_process_group()
     before = threads_of_gloo()
     del model
     leave_processes()
@@ -301,17 +302,20 @@ def test_a_process_takes_the_device_of_its_local_rank_or_the_only_one_it_sees(
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **options: joined.update(options)
     )
-    for name in ("create_local_process_group", "object_group"):
-        monkeypatch.setattr(comm, name, lambda setting: None)
+    monkeypatch.setattr(comm, "object_group", lambda timeout: None)
+    monkeypatch.setattr(comm, "set_local_part", lambda rank, size: None)
     joining.join_processes("pytorch", backend)
     assert taken == [2 % visible]
     device = joined["device_id"]
     assert (device and str(device)) == expected
 
 
-def test_objects_wait_as_long_as_tensors(started_by: Any) -> None:
+def test_objects_wait_as_long_as_tensors(
+    started_by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started_by(torchrun())
-    joining.join_processes("pytorch", "cpu:gloo", timeout=77)  # not "gloo": as nccl
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    joining.join_processes("pytorch", "gloo", timeout=77)
     group = comm.object_group()
     assert group is not dist.group.WORLD
     backend: Any = group._get_backend(torch.device("cpu"))

@@ -47,11 +47,18 @@ def visit_local_groups() -> None:
         patch.setenv("LOCAL_RANK", "7")
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         assert (comm.get_local_rank(), comm.get_local_size()) == (7, 8)
-    with pytest.raises(ValueError, match="group_size=3"):
-        comm.create_local_process_group(3)
+    comm.create_local_process_group(3)  # the last machine has one
+    machines = [[0, 1, 2], [3]]
+    mine = machines[rank // 3]
+    assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 3, len(mine))
+    assert dist.get_process_group_ranks(comm.get_local_process_group()) == mine
+    before = len(dist.distributed_c10d._world.pg_map)
     comm.create_local_process_group(2)
     assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 2, 2)
     machine = rank // 2 * 2
+    assert (
+        len(dist.distributed_c10d._world.pg_map) == before
+    )  # no group until it is used
     both = comm.all_gather(rank, comm.get_local_process_group())
     assert both == [machine, machine + 1]
     comm.create_local_process_group(4)
@@ -60,6 +67,18 @@ def visit_local_groups() -> None:
 
 def test_local_groups_are_machines() -> None:
     run_ranks(visit_local_groups, WORLD_SIZE)
+
+
+def test_a_number_on_a_device_is_exchanged_there_by_the_runs_own_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = []
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "object_group", lambda: "gloo")
+    monkeypatch.setattr(dist, "all_reduce", lambda v, op, group: used.append(group))
+    comm.all_reduce(torch.zeros(1, device="meta"))
+    comm.all_reduce(torch.zeros(1))
+    assert used == [None, "gloo"]  # None is the default group
 
 
 def parts_of_the_data() -> list[tuple[int, int]]:
@@ -85,7 +104,7 @@ def visit_three_groups(folder: str) -> None:
         dist.destroy_process_group()
         gc.collect()
         place = (rank + i) % WORLD_SIZE
-        # This name is not "gloo", as is the case with nccl, so objects need a group of their own.
+        # One group is enough, whatever else it sends by.
         url = f"file://{folder}/rendezvous{i}"
         dist.init_process_group(
             "cpu:gloo", init_method=url, rank=place, world_size=WORLD_SIZE
@@ -97,7 +116,11 @@ def visit_three_groups(folder: str) -> None:
         assert comm.all_gather(rank) == order
         assert comm.broadcast(rank) == order[0]
         assert comm.get_local_rank() == place
-        assert comm.object_group() is not dist.group.WORLD
+        assert comm.object_group() is dist.group.WORLD
+        with pytest.MonkeyPatch.context() as patch:  # as with nccl
+            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            assert comm.object_group() is not dist.group.WORLD
+            assert comm.all_gather(rank) == order
 
 
 def test_nothing_outlives_a_process_group_that_was_destroyed(tmp_path: Path) -> None:

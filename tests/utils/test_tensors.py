@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hooktrain.utils.tensors import mover_to, non_finite
+from hooktrain.utils.tensors import compute_device, mover_to, non_finite
 
 there = nn.Linear(2, 2, device="meta")
 
@@ -117,6 +117,14 @@ def test_all_copies_to_a_cuda_device_share_a_stream(
         mover_to(OnCuda())([batch, batch])
     assert made == [torch.device("cuda", 99)]
     assert used == [1] * 6
+
+
+def test_an_offloaded_model_computes_on_the_device_of_its_mesh() -> None:
+    model = nn.Linear(2, 2)
+    offloaded: Any = model.weight
+    offloaded.device_mesh = SimpleNamespace(device_type="meta")
+    assert compute_device(model).type == "meta"
+    assert mover_to(model)(torch.zeros(2)).is_meta
 
 
 class Owner(nn.Linear):

@@ -17,7 +17,7 @@ from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm, timer
-from hooktrain.utils.tensors import is_sharded, non_finite
+from hooktrain.utils.tensors import compute_device, is_sharded, non_finite
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class SkipNonFinite(HookBase):
         gradients = {str(i): p.grad for i, p in enumerate(parameters)}
         is_bad = bool(non_finite(gradients))  # host-device synchronisation
         if any(map(is_sharded, gradients.values())):
-            is_bad = comm.any_rank(is_bad)
+            is_bad = comm.any_rank(is_bad, compute_device(self.trainer.model))
         if not is_bad:
             return
         broken = sorted(self._broken_buffers() - self._not_finite_before)
@@ -227,7 +227,7 @@ def write_flight_record() -> str:
     """
     recorders: Any = torch._C._distributed_c10d
     dump = recorders._dump_fr_trace
-    if dist.get_backend() == "nccl":
+    if "nccl" in dist.get_backend_config():  # it may be one of several
         dump = recorders._dump_nccl_trace
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", _RECORDS)
     file = Path(f"{prefix}{comm.get_rank()}")
