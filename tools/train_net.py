@@ -33,6 +33,7 @@ from hooktrain.engine import (
     launch,
 )
 from hooktrain.engine.build import evaluate, prepare_model
+from hooktrain.engine.settings import check_settings
 from hooktrain.evaluation import print_csv_format, verify_results
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
@@ -58,6 +59,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Run one process of a training or an evaluation; return its last results."""
     cfg = LazyConfig.load(args.config_file)
     cfg = LazyConfig.apply_overrides(cfg, args.opts)
+    check_settings(cfg)  # before anything is written
     if args.print_config:
         if comm.is_main_process():
             sys.stdout.write(LazyConfig.to_json(cfg))

@@ -161,6 +161,18 @@ def test_flags_that_exclude_each_other_are_refused_at_once(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_misspelt_key_leaves_the_folder_of_an_earlier_run_where_it_is(
+    tmp_path: Path,
+) -> None:
+    tool = load_tool("train_net")
+    folder = tmp_path / "earlier"
+    Checkpointer(model_of(1.0), folder).save("model_0000001", iteration=1)
+    args = ["--config-file", CONFIG, HERE.format(folder), "+train.sede=1"]
+    with pytest.raises(ValueError, match="seed"):
+        tool.main(tool.argument_parser().parse_args(args))
+    assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
+
+
 def test_the_configuration_is_printed_as_it_loads(tmp_path: Path) -> None:
     printed = tmp_path / "printed.json"
     printed.write_text(run(tmp_path / "out", "--print-config"))
