@@ -94,9 +94,19 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
         raise ValueError(
             f"launcher must be 'none', 'pytorch', 'slurm' or 'mpi', got {launcher!r}"
         )
-    values = [os.environ[name] for name in _VARIABLES[launcher]]
-    # SLURM writes 2(x3) for two tasks on each of three machines.
-    return RankInfo(*(int(value.partition("(")[0]) for value in values))
+    *values, here = [os.environ[name] for name in _VARIABLES[launcher]]
+    if launcher == "slurm":
+        here = _tasks_by_machine(here)[int(os.environ.get("SLURM_NODEID", "0"))]
+    return RankInfo(*map(int, (*values, here)))
+
+
+def _tasks_by_machine(text: str) -> list[str]:
+    """SLURM writes 2(x3),1 for two tasks on each of three machines, and one on the last."""
+    counts = []
+    for part in text.split(","):
+        count, _, machines = part.rstrip(")").partition("(x")
+        counts += [count] * int(machines or 1)
+    return counts
 
 
 def find_address(launcher: Launcher, info: RankInfo) -> tuple[str, int]:

@@ -103,6 +103,17 @@ def test_scontrol_says_where_the_tasks_of_slurm_meet(
     assert find_address("slurm", info) == ("fe80::1", 99)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "machine", "expected"),
+    [("8(x3),4", "2", 8), ("8(x3),4", "3", 4), ("4,8(x2)", "0", 4), ("8,4", "1", 4)],
+)
+def test_machines_of_slurm_may_have_different_numbers_of_tasks(
+    started_by: Any, tasks: str, machine: str, expected: int
+) -> None:
+    started_by(SLURM, SLURM_TASKS_PER_NODE=tasks, SLURM_NODEID=machine)
+    assert get_rank_info("slurm").local_world_size == expected
+
+
 def test_mpi_needs_an_address_on_several_machines(started_by: Any) -> None:
     started_by(OPEN_MPI)
     info = get_rank_info("mpi")
