@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
 from hooktrain.engine.hooks import CallbackHook, Watchdog
-from hooktrain.engine.hooks.bad_runs import EXIT_HUNG, report_hang
+from hooktrain.engine.hooks.bad_runs import EXIT_HUNG, report_hang, write_flight_record
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.sharding import shard_model
@@ -345,3 +346,16 @@ def test_ranks_that_hang_at_one_place_print_it_once_with_who_is_there(
         (entry,) = record["entries"]
         assert entry["profiling_name"] == "gloo:all_reduce"
         assert entry["input_sizes"] == [[3, 5]]
+
+
+def test_the_flight_record_is_that_of_nccl_also_beside_gloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    recorders: Any = torch._C._distributed_c10d
+    monkeypatch.setattr(recorders, "_dump_nccl_trace", lambda: b"nccl", raising=False)
+    monkeypatch.setattr(recorders, "_dump_fr_trace", lambda: b"gloo", raising=False)
+    for config in ("cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo"):
+        monkeypatch.setattr(dist, "get_backend_config", lambda config=config: config)
+        record = Path(write_flight_record()).read_bytes()
+        assert record == (b"nccl" if "nccl" in config else b"gloo")
