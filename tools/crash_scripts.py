@@ -21,7 +21,7 @@ from hooktrain.engine import default_writers, hooks
 from hooktrain.evaluation import ClassificationEvaluator, inference_on_dataset
 from hooktrain.strategy import broadcast_buffers
 from hooktrain.utils import comm
-from hooktrain.utils.env import seed_step
+from hooktrain.utils.env import seed_on_host, seed_step
 from hooktrain.utils.logger import setup_logger
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
@@ -90,6 +90,9 @@ class DigitsStream(IterableDataset[Any]):
         generator = torch.Generator().manual_seed(self._epoch)
         order = torch.randperm(STREAM_LENGTH, generator=generator).tolist()
         for index in order[reader::readers]:
+            # All ranks resume with the main process's seed of workers, so none of it is used.
+            if worker is not None:
+                seed_on_host(index, "digits", self._epoch)
             yield self._digits[index]
 
 
