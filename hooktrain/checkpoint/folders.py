@@ -227,13 +227,15 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
                 device="cpu",
                 pin_memory=data.is_cuda and data.nbytes >= _PINNED_BYTES,
             )
-        # Host-device synchronisation.
-        copied = used[key] = memory[key].copy_(data)
+        copied = used[key] = memory[key].copy_(data, non_blocking=True)
         if whole or not is_sharded(leaf):
             return copied
         return DTensor(copied, leaf._spec, requires_grad=False)  # type: ignore[attr-defined]
 
-    return map_leaves(take, state), used
+    copied = map_leaves(take, state)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # host-device synchronisation: one for all
+    return copied, used
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
