@@ -477,6 +477,23 @@ def test_a_checkpoint_of_the_main_rank_alone_does_not_change_its_verdict(
     assert verdicts == ["Loss became infinite or NaN at iteration=2"] * 2
 
 
+def last_saved_loss(folder: Path) -> Any:
+    trainer = linear_trainer(gather_metric_period=8)
+    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 5)])
+    trainer.train(0, 7)
+    storage = EventStorage()
+    saved = checkpointer.read(folder / "model_0000004.pth")
+    storage.load_state_dict(saved["trainer"]["storage"])
+    return storage.latest()["total_loss"][1]
+
+
+def test_a_checkpoint_between_two_exchanges_has_the_metrics_of_all_iterations(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(last_saved_loss, 2, tmp_path) == [4, 4]
+
+
 def trained_after_half_an_accumulation(folder: Path) -> list[float]:
     model: nn.Module = Net()
     generator = torch.Generator().manual_seed(comm.get_rank())

@@ -230,6 +230,20 @@ def test_a_folder_with_a_file_that_is_kept_open_is_replaced_as_often_as_needed(
     assert "Cannot remove" in caplog.text
 
 
+def test_a_folder_whose_successor_does_not_get_its_name_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    path = folder_of(tmp_path / "a", "old")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="injected"), replacing(path) as temporary:
+        folder_of(temporary, "new")
+    assert names(tmp_path) == ["a"]
+    assert (path / "file").read_text() == "old"
+
+
 def test_a_folder_is_replaced_while_older_ones_cannot_even_be_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,6 +316,31 @@ def test_one_ranks_signal_ends_all_ranks_at_the_same_iteration(
     assert run_ranks(preempt_one_rank, 2, tmp_path, shards) == [(143, 7, 7)] * 2
 
 
+def leave_while_the_main_process_writes(folder: Path) -> bool:
+    left = folder / "left"
+
+    def write_when_somebody_has_left(state: Any, path: str) -> None:
+        # If nobody leaves before the file is there, half a second passes.
+        for _ in range(50):
+            if left.exists():
+                break
+            threading.Event().wait(0.01)
+        write_file(state, path)
+
+    with patch.object(checkpointer, "write_file", write_when_somebody_has_left):
+        trainer = preemptible(folder, signal_at(signal.SIGTERM, 1, rank=1))
+        with pytest.raises(SystemExit):
+            trainer.train(max_iter=20)
+    is_saved = (folder / "last_checkpoint").exists()
+    left.touch()
+    return is_saved
+
+
+def test_no_rank_leaves_before_the_main_process_has_saved(tmp_path: Path) -> None:
+    saved = run_ranks(leave_while_the_main_process_writes, 2, tmp_path)
+    assert saved == [True, True]
+
+
 def preempt_all_ranks(folder: Path) -> tuple[Any, int, float]:
     rank = comm.get_rank()
     hook = signal_at(signal.SIGTERM, 4 + rank, rank)
