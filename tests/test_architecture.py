@@ -38,7 +38,7 @@ BUDGETS = {
     "checkpoint": 6_500,
     "config": 2_250,
     "data": 2_450,
-    "engine": 7_740,
+    "engine": 7_920,
     "engine/hooks": 6_100,
     "evaluation": 2_500,
     "events": 3_900,

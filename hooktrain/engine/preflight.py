@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
+from zlib import crc32
 
+import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from hooktrain.evaluation.evaluator import computes_together
@@ -17,6 +20,7 @@ from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
+from hooktrain.utils.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +134,33 @@ def warn_of_lost_calls(trainer: Any) -> None:
         logger.warning(
             "The gradients of all iterations add up: run_step needs "
             "self.optim_wrapper.zero_grad()"
+        )
+
+
+def warn_of_own_buffers(model: nn.Module) -> None:
+    """Name the buffers that differ between the ranks. A collective.
+
+    A checkpoint has those of the main process. Statistics of batch norm are left out, since no
+    training step reads them.
+    """
+    bare = unwrap_model(model)
+    saved = bare.state_dict()
+    checksums = {}
+    for path, module in bare.named_modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name in saved and buffer.layout is torch.strided:
+                local = local_tensor(buffer).cpu()  # host-device synchronisation
+                numbers = local.flatten().view(torch.uint8).numpy()
+                checksums[name] = crc32(numbers.tobytes())
+    ranks = comm.all_gather(checksums)
+    different = [name for name in checksums if len({of[name] for of in ranks}) > 1]
+    if different:
+        logger.warning(
+            "Buffers differ between the ranks, and all ranks resume with those of the main "
+            "process: %s",
+            different[:5],
         )
 
 

@@ -18,6 +18,7 @@ from hooktrain.engine.preflight import (
     versions,
     warn_of_idle,
     warn_of_lost_calls,
+    warn_of_own_buffers,
 )
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
@@ -26,6 +27,7 @@ from hooktrain.model.wrappers import call_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.utils import comm
 from hooktrain.utils.names import add_note
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
@@ -94,6 +96,7 @@ class ModelTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         # What was infinite or NaN when the run began, such as masks; None before any run.
         self._not_finite_before: set[str] | None = None
+        self._are_buffers_new = False  # the ranks have not compared them in this run
         # The versions of the parameters when the run began, by the names of their optimizers.
         self._first_versions: dict[str, list[int]] = {}
 
@@ -143,6 +146,7 @@ class ModelTrainer(TrainerBase):
         super().before_train()
         self._move = mover_to(self.model)  # the model may have moved since the last run
         self._not_finite_before = self._find_non_finite()
+        self._are_buffers_new = True
         wrappers = wrappers_by_name(self.optim_wrapper)
         self._first_versions = {name: versions(each) for name, each in wrappers.items()}
         if self.start_iter < self.max_iter:
@@ -174,6 +178,15 @@ class ModelTrainer(TrainerBase):
             raise RuntimeError(
                 "the model is in evaluation mode: after model.eval() call model.train()"
             )
+
+    def prepare_save(self) -> None:
+        """Check that everything is finite; before the first save of a run compare buffers too."""
+        super().prepare_save()
+        if self._are_buffers_new and comm.get_world_size() > 1:
+            # DistributedDataParallel may give all ranks the first one's before each forward pass.
+            if not getattr(self.model, "broadcast_buffers", False):
+                warn_of_own_buffers(self.model)
+        self._are_buffers_new = False
 
     def check_finite(self) -> None:
         """Refuse losses, weights and states that became infinite or NaN in this run.

@@ -13,7 +13,8 @@ from hooktrain.engine import SimpleTrainer, create_ddp_model
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.preflight import check_parts, log_size, warn_of_events
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from toys import LinearLoss, sgd
+from hooktrain.utils import comm
+from toys import LinearLoss, batches, sgd
 
 
 def test_a_run_is_refused_before_its_hooks_begin() -> None:
@@ -83,6 +84,38 @@ def test_a_table_of_the_model_is_for_the_log_file_and_its_total_for_the_console(
         ["late", "0", "0"],
         ["total", "6,350", "5,330"],
     ]
+
+
+def warnings_of_the_first_two_saves() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain.engine.preflight").addHandler(handler)
+    model: Any = LinearLoss()
+    model.norm = nn.BatchNorm1d(2, affine=False)
+    model.register_buffer("queue", torch.zeros(2))
+    model.register_buffer("mask", torch.tensor(True))
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    trainer = SimpleTrainer(
+        create_ddp_model(model, broadcast_buffers=False), batches(2), sgd(model)
+    )
+
+    def differ(_: Any) -> None:
+        for buffer in (model.norm.running_mean, model.queue, model.scratch):
+            buffer[0] = comm.get_rank()
+
+    save = CallbackHook(
+        before_step=differ, after_step=lambda trainer: trainer.prepare_save()
+    )
+    trainer.register_hooks([save])
+    trainer.train(max_iter=2)
+    return told
+
+
+def test_buffers_that_differ_between_ranks_are_named_at_the_first_save() -> None:
+    for texts in run_ranks(warnings_of_the_first_two_saves, 2):
+        (text,) = texts
+        assert text.endswith("['queue']")
 
 
 class Base:
