@@ -182,10 +182,10 @@ class ModelTrainer(TrainerBase):
     def prepare_save(self) -> None:
         """Check that everything is finite; before the first save of a run compare buffers too."""
         super().prepare_save()
-        if self._are_buffers_new and comm.get_world_size() > 1:
-            # DistributedDataParallel may give all ranks the first one's before each forward pass.
-            if not getattr(self.model, "broadcast_buffers", False):
-                warn_of_own_buffers(self.model)
+        # DistributedDataParallel may give all ranks the first one's before each forward pass.
+        have_own = not getattr(self.model, "broadcast_buffers", False)
+        if self._are_buffers_new and have_own and comm.get_world_size() > 1:
+            warn_of_own_buffers(self.model)
         self._are_buffers_new = False
 
     def check_finite(self) -> None:
