@@ -1,10 +1,12 @@
 """Steps on a CUDA device: nothing waits for it, and nothing is added to what it computes."""
 
 import copy
+import os
 from collections.abc import Iterable
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -158,6 +160,7 @@ def test_evaluations_do_not_take_more_memory_each_time() -> None:
 
 
 @needs_card
+@patch.dict(os.environ)  # the compiler leaves variables of its own
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's imports
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_trains_as_in_eager_mode(mode: str) -> None:
