@@ -241,7 +241,7 @@ def run(
     if left:
         raise LostRunError(f"{len(left)} processes do not end")
     # What comes behind the last save is not waited for: a signal ends the process there.
-    saves = hit and begun and b"Overall training speed" not in log.read_bytes()[before:]
+    saves = hit and begun and b"Total training time" not in log.read_bytes()[before:]
     asked = saves and has_hooks and fault.startswith("SIGTERM or SIGINT")
     if asked and process.exitcode == 1:
         raise LostRunError("a signal was answered with an error")
