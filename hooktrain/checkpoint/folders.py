@@ -207,6 +207,7 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
         The copy, and the memory to give to the next call.
     """
     used: Any = {}
+    devices = set()
 
     def take(_: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -216,6 +217,7 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
         own = data = local_tensor(leaf)
         if whole:
             data = full_tensor(leaf)
+        devices.add(data.device)
         # A tensor of the training keeps its address, so its copy finds its memory again.
         # An empty tensor has no address.
         address = own.data_ptr() or id(leaf)
@@ -233,8 +235,9 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
         return DTensor(copied, leaf._spec, requires_grad=False)  # type: ignore[attr-defined]
 
     copied = map_leaves(take, state)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()  # host-device synchronisation: one for all
+    for device in devices - {torch.device("cpu")}:
+        # Host-device synchronisation: one for all tensors of a device.
+        torch.accelerator.synchronize(device)
     return copied, used
 
 

@@ -366,6 +366,27 @@ def test_views_of_one_memory_and_sparse_tensors_are_copied_as_they_are() -> None
             assert torch.equal(mine.to_dense(), theirs.to_dense())
 
 
+class OnFirst(torch.Tensor):
+    """As one on a device, for a machine without one."""
+
+    device = torch.device("cuda", 0)
+
+
+class OnSecond(torch.Tensor):
+    device = torch.device("cuda", 1)
+
+
+def test_a_copy_waits_once_for_each_device_also_if_that_is_not_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    kinds: list[type[torch.Tensor]] = [OnFirst, OnSecond, OnSecond]
+    state = [torch.ones(2).as_subclass(kind) for kind in kinds]
+    copy_to_host([*state, torch.ones(2)], {}, False)
+    assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
+
+
 def copy_shards() -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = [torch.arange(6.0), torch.arange(6.0, 12.0)]
