@@ -1,4 +1,4 @@
-"""What is asked before the first step of a run, and after its first period."""
+"""What is asked before the first step of a run, after its first period, and at its first save."""
 
 import inspect
 import logging
@@ -20,7 +20,7 @@ from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import local_tensor
+from hooktrain.utils.tensors import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def warn_of_own_buffers(model: nn.Module) -> None:
     """Name the buffers that differ between the ranks. A collective.
 
     A checkpoint has those of the main process. Statistics of batch norm are left out, since no
-    training step reads them.
+    training step reads them; sharded and sparse buffers are too.
     """
     bare = unwrap_model(model)
     saved = bare.state_dict()
@@ -150,9 +150,10 @@ def warn_of_own_buffers(model: nn.Module) -> None:
         if isinstance(module, _BatchNorm):
             continue
         for name, buffer in module.named_buffers(path, recurse=False):
-            if name in saved and buffer.layout is torch.strided:
-                local = local_tensor(buffer).cpu()  # host-device synchronisation
-                numbers = local.flatten().view(torch.uint8).numpy()
+            is_whole = buffer.layout is torch.strided and not is_sharded(buffer)
+            if name in saved and is_whole:
+                # Host-device synchronisation.
+                numbers = buffer.cpu().flatten().view(torch.uint8).numpy()
                 checksums[name] = crc32(numbers.tobytes())
     ranks = comm.all_gather(checksums)
     different = [name for name in checksums if len({of[name] for of in ranks}) > 1]

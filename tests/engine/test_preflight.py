@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, create_ddp_model
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.preflight import check_parts, log_size, warn_of_events
+from hooktrain.engine.preflight import (
+    check_parts,
+    log_size,
+    warn_of_events,
+    warn_of_own_buffers,
+)
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.utils import comm
 from toys import LinearLoss, batches, sgd
@@ -104,6 +111,11 @@ def warnings_of_the_first_two_saves() -> list[str]:
         for buffer in (model.norm.running_mean, model.queue, model.scratch):
             buffer[0] = comm.get_rank()
 
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nn.Module()
+    weights = distribute_tensor(torch.arange(2.0), mesh, [Shard(0)])
+    sharded.register_buffer("weights", weights)
+    warn_of_own_buffers(sharded)  # its shards differ, and a checkpoint has them all
     save = CallbackHook(
         before_step=differ, after_step=lambda trainer: trainer.prepare_save()
     )
