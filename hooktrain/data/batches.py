@@ -127,8 +127,11 @@ class Batches(Iterator[Any]):
                 self.start()
                 self._warn_of_ranks()
             if self._reads_again:
-                place = {"loader": self._origin, "taken": self._taken}
-                return {"epoch": self.epoch, **place}
+                return {
+                    "epoch": self.epoch,
+                    "loader": self._origin,
+                    "taken": self._taken,
+                }
             return {"epoch": self.epoch, "loader": self.loader.state_dict()}
         # Such a loader will start from the beginning: of the next epoch, if this one is over.
         is_over = self._taken == length_hint(self.loader, -1)

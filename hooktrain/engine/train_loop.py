@@ -301,7 +301,8 @@ class TrainerBase:
         if self.succeeded:
             self.iter = self.max_iter
             # A run that was complete when it began has seeded no step.
-            seed_step(self.seed or 0, self.done, self._rank, "end")
+            assert self.seed is not None
+            seed_step(self.seed, self.done, self._rank, "end")
         self.storage.iter = self.iter
         begun = self._begun or []
         self._begun = None

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hooktrain.solver.optim_state import State
 from hooktrain.solver.optim_wrapper import OptimWrapper, Options
+from hooktrain.utils.tensors import device_of
 
 
 class AmpOptimWrapper(OptimWrapper):
@@ -142,9 +143,4 @@ def _device_type(optimizer: Optimizer) -> str:
     """The type of the device that the first parameter is computed on."""
     # A group whose parameters are all frozen may be empty.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    parameter = parameters[0]
-    # Shards may be offloaded to the CPU, where nothing is computed.
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return str(parameter.device.type)
-    return str(mesh.device_type)
+    return device_of(parameters[0]).type

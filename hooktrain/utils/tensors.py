@@ -28,14 +28,23 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """The device on which a tensor is computed.
+
+    A shard that is offloaded lies in the CPU's memory, and its mesh knows the device.
+    """
+    if is_sharded(tensor):
+        return torch.device(tensor.device_mesh.device_type)  # type: ignore[attr-defined]
+    return tensor.device
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor as a whole, on every rank; others as they are. Collective."""
     if not is_sharded(tensor):
         return tensor
     # An offloaded tensor first goes to the device where the ranks can exchange it.
-    home = tensor.device_mesh.device_type  # type: ignore[attr-defined]
-    moved = tensor.to(home)
-    full: Tensor = moved.full_tensor()  # type: ignore[attr-defined]
+    moved: Any = tensor.to(device_of(tensor))
+    full: Tensor = moved.full_tensor()
     return full.detach()
 
 
@@ -169,14 +178,8 @@ def _numbers(tensor: Any) -> Tensor | None:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """The device on which a model computes; without parameters it is the CPU.
-
-    Parameters that are offloaded lie in the CPU's memory, and their mesh knows the device.
-    """
-    parameter = next(model.parameters(), torch.empty(0))
-    if is_sharded(parameter):
-        return torch.device(parameter.device_mesh.device_type)  # type: ignore[attr-defined]
-    return parameter.device
+    """The device on which a model computes; without parameters it is the CPU."""
+    return device_of(next(model.parameters(), torch.empty(0)))
 
 
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:

@@ -33,7 +33,7 @@ from hooktrain.strategy.base import Compile
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.file_io import AnyPath, lock_folder, on_disk
+from hooktrain.utils.file_io import MOVED_ASIDE, AnyPath, lock_folder, on_disk
 from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.tensors import full_tensors
 
@@ -568,7 +568,7 @@ class _Checkpointer(Checkpointer):
     # Also MMEngine's names, such as iter_70.pth, but not best_accuracy_epoch_3.pth.
     _of_a_run: ClassVar = re.compile(
         r"(iter|epoch|.+(?=_[0-9]{7}|_final))_([0-9]+|final)"
-        r"(\.pth|\.old-hooktrain-.+)?"
+        rf"(\.pth|{MOVED_ASIDE})?"
     )
     strategy: BaseStrategy
     callback: Callback = None

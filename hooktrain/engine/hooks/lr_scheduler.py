@@ -93,8 +93,7 @@ class LRScheduler(HookBase):
                     )
         if self._loaded:
             self.check_state_dict(self._loaded)
-            saved = self._loaded.get("schedulers", {"": [self._loaded]})
-            for name, states in saved.items():
+            for name, states in _saved_schedulers(self._loaded).items():
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
                     schedule.load_state_dict(state)
             self._seen_iters = dict(self._loaded.get("seen_iters", {}))
@@ -220,7 +219,8 @@ class LRScheduler(HookBase):
             if found is not None:
                 value, self._seen_iters[i] = found
                 step(value)
-        self._left = self._look()
+        if self._is_watching:
+            self._left = self._look()
 
     def _look(self) -> list[Any]:
         """The rates, and how often each schedule has stepped."""
@@ -252,8 +252,7 @@ class LRScheduler(HookBase):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the state of other schedulers."""
         here = {name: len(each) for name, each in self._given().items()}
-        # detectron2's is the state of the only scheduler.
-        states = state_dict.get("schedulers", {"": [state_dict]})
+        states = _saved_schedulers(state_dict)
         saved = {name: len(each) for name, each in states.items()}
         if here != saved:
             raise ValueError(
@@ -263,6 +262,13 @@ class LRScheduler(HookBase):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, when training starts."""
         self._loaded = dict(state_dict)
+
+
+def _saved_schedulers(state_dict: Mapping[str, Any]) -> Mapping[str, list[Any]]:
+    """The states of the schedulers by the names of their optimizers."""
+    # detectron2's is the state of the only scheduler.
+    only = {"": [state_dict]}
+    return state_dict.get("schedulers", only)  # type: ignore[no-any-return]
 
 
 def _unwrapped(optimizer: Any) -> Any:
