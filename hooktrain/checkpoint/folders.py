@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from hooktrain.checkpoint.files import (
@@ -322,6 +323,13 @@ class _Writer(filesystem.FileSystemWriter):
             raise_disk_full(error, Path(self.path))
             raise
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        # Before torch 2.12 this reaches only the copy that torch writes.
+        metadata.storage_data = {
+            part.index: part.storage_data for parts in results for part in parts
+        }
+
 
 class _Reader(filesystem.FileSystemReader):
     """Looks at the container of each part before torch reads it."""
@@ -413,8 +421,9 @@ def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> Non
 def _refuse_holes(saved: Metadata) -> None:
     """Refuse parts that do not fill their tensor: the rest would be uninitialised memory."""
     plans = [SavePlan([])] * 2  # for one plan torch does not compare the sizes
-    problems = _validate_global_plan(plans, saved)
-    if problems:
+    problems: Any = _validate_global_plan(plans, saved)
+    # Before torch 2.12 the answer is whether all is well, and the log has the problems.
+    if problems not in (True, []):
         raise ValueError(f"parts are missing or overlap: {problems}")
 
 
