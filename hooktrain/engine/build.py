@@ -17,7 +17,7 @@ from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from hooktrain.solver.build import scale_lr
+from hooktrain.solver.build import Wrappers, scale_lr
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
 from hooktrain.utils import comm
 from hooktrain.utils.periods import end_of_run, in_iterations
@@ -104,7 +104,7 @@ def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
     return strategy, model
 
 
-def build_optimizer(cfg: Any, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
+def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
     """The optimizer of a prepared model in its wrapper: precision, accumulation, clipping.
 
     ``cfg.optimizer`` is one of
@@ -119,22 +119,24 @@ def build_optimizer(cfg: Any, model: nn.Module) -> OptimWrapper | OptimWrapperDi
         cfg: the configuration; of ``train`` it has ``amp``, ``accumulative_counts`` and
             ``clip_grad``.
         model: as the strategy has prepared it.
+
+    Raises:
+        TypeError: for an optimizer that is built already.
     """
     bare = unwrap_model(model)
     described = cfg.optimizer
+    if not isinstance(described, Mapping):
+        raise TypeError(
+            "cfg.optimizer must be a LazyCall of an optimizer, since the model that it "
+            f"trains is built later, not {described!r}"
+        )
     if "_target_" in described:
-        optimizer = _instantiate_for(described, bare)
-    else:
-        optimizer = {
-            name: _instantiate_for(each, bare.get_submodule(name))
-            for name, each in described.items()
-        }
-    if isinstance(optimizer, OptimWrapperDict):
-        return optimizer
-    if isinstance(optimizer, Mapping):
-        wrappers = {name: _wrap(cfg.train, each) for name, each in optimizer.items()}
-        return OptimWrapperDict(**wrappers)
-    return _wrap(cfg.train, optimizer)
+        return _wrap(cfg.train, _instantiate_for(described, bare))
+    optimizers = {
+        name: _instantiate_for(each, bare.get_submodule(name))
+        for name, each in described.items()
+    }
+    return _wrap(cfg.train, optimizers)
 
 
 def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
@@ -145,9 +147,13 @@ def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
     return instantiate({**described, "params": params})
 
 
-def _wrap(train: Any, optimizer: Any) -> OptimWrapper:
-    if isinstance(optimizer, OptimWrapper):
+def _wrap(train: Any, optimizer: Any) -> Wrappers:
+    """The wrapper of an optimizer, or of several by name, if it has none yet."""
+    if isinstance(optimizer, Wrappers):
         return optimizer
+    if isinstance(optimizer, Mapping):
+        wrappers: Any = {name: _wrap(train, each) for name, each in optimizer.items()}
+        return OptimWrapperDict(**wrappers)
     options = {
         "accumulative_counts": train.accumulative_counts,
         "clip_grad": train.clip_grad,
@@ -158,9 +164,7 @@ def _wrap(train: Any, optimizer: Any) -> OptimWrapper:
     return OptimWrapper(optimizer, **options)
 
 
-def scale_lr_by_batch(
-    cfg: Any, optim_wrapper: OptimWrapper | OptimWrapperDict, loader: Any
-) -> None:
+def scale_lr_by_batch(cfg: Any, optim_wrapper: Wrappers, loader: Any) -> None:
     """Multiply learning rates by the batch of all ranks over ``base_batch_size``.
 
     See :func:`hooktrain.solver.build.scale_lr`. Accumulated passes do not count.
@@ -173,24 +177,18 @@ def scale_lr_by_batch(
     Raises:
         ValueError: if one of the two sizes is missing.
     """
-    base = cfg.train.auto_scale_lr.base_batch_size
     size = getattr(loader, "total_batch_size", None)
     if size is None:
-        size = comm.data_parallel_size() * (getattr(loader, "batch_size", None) or 0)
-    if not base or not size:
-        raise ValueError(
-            "train.auto_scale_lr needs base_batch_size and a loader that knows its batch "
-            f"size, but these are {base!r} and {size!r}"
-        )
-    logger.info("The batch is %g times as large: so are learning rates", size / base)
-    scale_lr(optim_wrapper, size / base)
+        own = getattr(loader, "batch_size", None) or 0
+        size = comm.data_parallel_size() * own
+    scale_lr(optim_wrapper, size, cfg.train.auto_scale_lr.base_batch_size)
 
 
 def build_step(
     cfg: Any,
     model: nn.Module,
     loader: Iterable[Any],
-    optim_wrapper: OptimWrapper | OptimWrapperDict,
+    optim_wrapper: Wrappers,
     trainer_class: type[SimpleTrainer | StepTrainer] | None = None,
 ) -> SimpleTrainer | StepTrainer:
     """The trainer without hooks, of a class or with the step that fits the model."""

@@ -1,4 +1,4 @@
-"""What is asked before the first step of a run, after its first period, and at its first save."""
+"""What is asked before the first step of a run, and after its first period."""
 
 import inspect
 import logging
@@ -6,12 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
-from zlib import crc32
 
-import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from hooktrain.evaluation.evaluator import computes_together
@@ -20,7 +17,7 @@ from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import is_sharded
+from hooktrain.utils.tensors import compute_device
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +117,8 @@ def warn_of_lost_calls(trainer: Any) -> None:
     Args:
         trainer: with a model, in a run.
     """
-    kinds = {type(hook) for hook in trainer.hooks}
-    waiting = [kind.__name__ for kind in kinds if _names_used(kind.after_backward)]
+    hooks = trainer._named_hooks()
+    waiting = [key for key in hooks if _names_used(hooks[key].after_backward)]
     if waiting and not trainer._has_backward:
         logger.warning(
             "run_step has not called self.after_backward(), which %s may need", waiting
@@ -134,34 +131,6 @@ def warn_of_lost_calls(trainer: Any) -> None:
         logger.warning(
             "The gradients of all iterations add up: run_step needs "
             "self.optim_wrapper.zero_grad()"
-        )
-
-
-def warn_of_own_buffers(model: nn.Module) -> None:
-    """Name the buffers that differ between the ranks. A collective.
-
-    A checkpoint has those of the main process. Statistics of batch norm are left out, since no
-    training step reads them; sharded and sparse buffers are too.
-    """
-    bare = unwrap_model(model)
-    saved = bare.state_dict()
-    checksums = {}
-    for path, module in bare.named_modules():
-        if isinstance(module, _BatchNorm):
-            continue
-        for name, buffer in module.named_buffers(path, recurse=False):
-            is_whole = buffer.layout is torch.strided and not is_sharded(buffer)
-            if name in saved and is_whole:
-                # Host-device synchronisation.
-                numbers = buffer.cpu().flatten().view(torch.uint8).numpy()
-                checksums[name] = crc32(numbers.tobytes())
-    ranks = comm.all_gather(checksums)
-    different = [name for name in checksums if len({of[name] for of in ranks}) > 1]
-    if different:
-        logger.warning(
-            "Buffers differ between the ranks, and all ranks resume with those of the main "
-            "process: %s",
-            different[:5],
         )
 
 
@@ -188,7 +157,7 @@ def log_size(model: nn.Module) -> None:
         rows.append((name, count, trainable))
     table = tabulate(rows, ["part", "parameters", "trainable"], intfmt=",")
     logger.debug("%s:\n%s", type(bare).__name__, table)
-    device = there[0].device.type if there else "cpu"
+    device = compute_device(bare).type
     logger.info(
         "%s parameters, on %d x %s", f"{count:,}", comm.get_world_size(), device
     )
@@ -216,10 +185,10 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
                 ", ".join(events),
             )
     for name in (*events, "__init__"):
-        owners = [base for base in kind.__mro__ if name in vars(base)]
+        used = [_names_used(vars(base).get(name)) for base in kind.__mro__]
         # A method that uses no name does nothing that could be left out.
-        busy = list(filter(None, (_names_used(vars(base)[name]) for base in owners)))
-        if any(name not in used for used in busy[:-1]):
+        busy = list(filter(None, used))
+        if any(name not in names for names in busy[:-1]):
             logger.warning(
                 "%s.%s does not call super().%s(), so what its base class does there is left out",
                 kind.__name__,

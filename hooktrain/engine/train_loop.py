@@ -563,9 +563,7 @@ class TrainerBase:
         """A text with a line for each hook, in order, that names the events it overrides."""
         lines = []
         for key, hook in self._named_hooks().items():
-            own = []
-            for event in EVENTS:
-                if getattr(type(hook), event) is not getattr(HookBase, event):
-                    own.append(event)
+            kind = type(hook)
+            own = [e for e in EVENTS if getattr(kind, e) is not getattr(HookBase, e)]
             lines.append(f"{key}: {', '.join(own)}")
         return "\n".join(lines)

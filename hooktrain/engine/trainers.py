@@ -18,7 +18,6 @@ from hooktrain.engine.preflight import (
     versions,
     warn_of_idle,
     warn_of_lost_calls,
-    warn_of_own_buffers,
 )
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
@@ -27,10 +26,11 @@ from hooktrain.model.wrappers import call_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils import comm
 from hooktrain.utils.names import add_note
 from hooktrain.utils.periods import in_iterations
-from hooktrain.utils.tensors import map_leaves, mover_to, non_finite
+from hooktrain.utils.tensors import mover_to, non_finite
 
 logger = logging.getLogger(__name__)
 
@@ -205,13 +205,11 @@ class ModelTrainer(TrainerBase):
 
     def _find_non_finite(self) -> set[str]:
         """The names of the tensors of a checkpoint that hold infinity or NaN."""
-        saved = dict(self.model.state_dict())
-
-        def add(keys: tuple[Any, ...], leaf: Any) -> None:
-            saved[".".join(map(str, keys))] = leaf
-
-        map_leaves(add, self.optim_wrapper.state_dict(), ("optimizer",))
-        map_leaves(add, self._hook_states(), ("hooks",))
+        saved = {
+            **self.model.state_dict(),
+            "optimizer": self.optim_wrapper.state_dict(),
+            "hooks": self._hook_states(),
+        }
         # Host-device synchronisation: one number for all tensors.
         return non_finite(saved)
 

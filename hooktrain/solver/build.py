@@ -1,5 +1,6 @@
 """Optimizers in their wrappers."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -11,6 +12,8 @@ from hooktrain.solver.param_groups import (
     get_default_optimizer_params as get_default_optimizer_params,
     reduce_param_groups as reduce_param_groups,
 )
+
+logger = logging.getLogger(__name__)
 
 # Of one optimizer, or of several by name.
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
@@ -41,24 +44,28 @@ def as_optim_wrapper(optimizer: Any) -> Wrappers:
     )
 
 
-def scale_lr(optim_wrapper: Wrappers, ratio: float) -> None:
-    """Multiply the learning rates of one or several optimizers.
+def scale_lr(optim_wrapper: Wrappers, batch: float, base_batch: float | None) -> None:
+    """Multiply the learning rates of one or several optimizers by a ratio of batch sizes.
 
-    With ``ratio`` the samples of all ranks in one backward pass over those for which the
-    rates were chosen, this is the linear rule of `Goyal et al.
-    <https://arxiv.org/abs/1706.02677>`_. Call it before schedulers are built, since
-    these note the rates that they find.
+    This is the linear rule of `Goyal et al. <https://arxiv.org/abs/1706.02677>`_. Call it
+    before schedulers are built, since these note the rates that they find.
 
     Args:
         optim_wrapper: the optimizer, or several.
-        ratio: above 0.
+        batch: the samples of all ranks in one backward pass.
+        base_batch: those for which the rates were chosen.
 
     Raises:
-        ValueError: if the ratio is not above 0.
+        ValueError: if one of the two is not known, or not above 0.
         RuntimeError: if a scheduler has noted a rate already. Nothing is changed then.
     """
-    if ratio <= 0:
-        raise ValueError(f"ratio must be above 0, but got {ratio!r}")
+    if not base_batch or batch <= 0 or base_batch < 0:
+        raise ValueError(
+            "auto_scale_lr needs the batch size of the loader, and base_batch_size, but "
+            f"these are {batch!r} and {base_batch!r}"
+        )
+    ratio = batch / base_batch
+    logger.info("The batch is %g times as large: so are learning rates", ratio)
     wrappers = wrappers_by_name(optim_wrapper).values()
     groups = [group for wrapper in wrappers for group in wrapper.param_groups]
     if any("initial_lr" in group for group in groups):

@@ -1,12 +1,15 @@
 """The order in which a model becomes ready to train."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hooktrain.config import instantiate
 from hooktrain.model import init_weights_once
@@ -20,6 +23,9 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
+from hooktrain.utils.tensors import is_sharded
+
+logger = logging.getLogger(__name__)
 
 Compile: TypeAlias = bool | WrapRule | Mapping[str, Any]
 # A model, a LazyCall of it, or a function that makes it.
@@ -289,6 +295,34 @@ def broadcast_buffers(model: nn.Module) -> None:
     batches.
     """
     _broadcast(model.buffers())
+
+
+def warn_of_own_buffers(model: nn.Module) -> None:
+    """Name the buffers that differ between the ranks. A collective.
+
+    A checkpoint has those of the main process. Statistics of batch norm are left out, since no
+    training step reads them; sharded and sparse buffers are too.
+    """
+    bare = unwrap_model(model)
+    saved = bare.state_dict()
+    checksums = {}
+    for path, module in bare.named_modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        for name, buffer in module.named_buffers(path, recurse=False):
+            is_whole = buffer.layout is torch.strided and not is_sharded(buffer)
+            if name in saved and is_whole:
+                # Host-device synchronisation.
+                numbers = buffer.cpu().flatten().view(torch.uint8).numpy()
+                checksums[name] = crc32(numbers)
+    ranks = comm.all_gather(checksums)
+    different = [name for name in checksums if len({of[name] for of in ranks}) > 1]
+    if different:
+        logger.warning(
+            "Buffers differ between the ranks, and all ranks resume with those of the main "
+            "process: %s",
+            different[:5],
+        )
 
 
 def _broadcast(given: Iterable[Tensor]) -> None:

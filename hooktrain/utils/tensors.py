@@ -143,13 +143,17 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     a number, and values that are no tensors are left out.
 
     Args:
-        tensors: the tensors by name.
+        tensors: the tensors by name, also in containers as :func:`map_leaves` knows them. Their
+            names are joined by dots.
     """
-    found = {}
-    for name, tensor in tensors.items():
-        numbers = _numbers(tensor)
+    found: dict[str, Tensor] = {}
+
+    def keep(path: tuple[Any, ...], leaf: Any) -> None:
+        numbers = _numbers(leaf)
         if numbers is not None:
-            found[name] = numbers
+            found[".".join(map(str, path))] = numbers
+
+    map_leaves(keep, tensors)
     if not found:
         return set()
     # The maximum norm is taken, since a sum of squares may overflow.

@@ -22,6 +22,7 @@ from hooktrain.strategy import DDPStrategy
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.tensors import full_tensor
 from runs import build, last_results, train as run
+from toys import sgd
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 TINY = {
@@ -251,6 +252,13 @@ def test_an_unknown_key_is_refused_with_the_nearest(
 ) -> None:
     cfg = LazyConfig.apply_overrides(digits(tmp_path), [f"+{key}=1"])
     with pytest.raises(ValueError, match=f"'{nearest}'"):
+        build_trainer(cfg)
+
+
+def test_an_optimizer_that_is_built_already_is_refused(tmp_path: Path) -> None:
+    cfg = digits(tmp_path)
+    cfg.optimizer = sgd(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"cfg\.optimizer must be a LazyCall"):
         build_trainer(cfg)
 
 

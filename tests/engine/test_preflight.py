@@ -13,13 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, create_ddp_model
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.preflight import (
-    check_parts,
-    log_size,
-    warn_of_events,
-    warn_of_own_buffers,
-)
+from hooktrain.engine.preflight import check_parts, log_size, warn_of_events
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils import comm
 from toys import LinearLoss, batches, sgd
 
@@ -52,21 +48,11 @@ def test_several_optimizers_may_share_a_model(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == []
 
 
-def warnings_of_ranks() -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hooktrain.engine.preflight").addHandler(handler)
+def warnings_of_ranks(told: list[str]) -> None:
     alone, wrapped = LinearLoss(), create_ddp_model(LinearLoss())
     check_parts(wrapped, OptimWrapper(sgd(wrapped)))
     assert told == []
     check_parts(alone, OptimWrapper(sgd(alone)))
-    return told
-
-
-def test_ranks_that_train_apart_are_told_so() -> None:
-    for (text,) in run_ranks(warnings_of_ranks, 2):
-        assert "create_ddp_model" in text
 
 
 def test_a_table_of_the_model_is_for_the_log_file_and_its_total_for_the_console(
@@ -93,11 +79,7 @@ def test_a_table_of_the_model_is_for_the_log_file_and_its_total_for_the_console(
     ]
 
 
-def warnings_of_the_first_two_saves() -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hooktrain.engine.preflight").addHandler(handler)
+def warnings_of_the_first_two_saves() -> None:
     model: Any = LinearLoss()
     model.norm = nn.BatchNorm1d(2, affine=False)
     model.register_buffer("queue", torch.zeros(2))
@@ -121,13 +103,24 @@ def warnings_of_the_first_two_saves() -> list[str]:
     )
     trainer.register_hooks([save])
     trainer.train(max_iter=2)
+
+
+def warnings_of_two_ranks() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+    warnings_of_ranks(told)
+    warnings_of_the_first_two_saves()
     return told
 
 
-def test_buffers_that_differ_between_ranks_are_named_at_the_first_save() -> None:
-    for texts in run_ranks(warnings_of_the_first_two_saves, 2):
-        (text,) = texts
-        assert text.endswith("['queue']")
+def test_ranks_that_train_apart_or_have_own_buffers_at_the_first_save_are_told_so() -> (
+    None
+):
+    for apart, buffers in run_ranks(warnings_of_two_ranks, 2):
+        assert "create_ddp_model" in apart
+        assert buffers.endswith("['queue']")
 
 
 class Base:

@@ -49,9 +49,9 @@ def test_what_is_no_optimizer_is_refused(given: Any) -> None:
 
 def test_learning_rates_are_multiplied() -> None:
     first, second = OptimWrapper(groups_of(0.1, 0.2)), OptimWrapper(groups_of(0.4))
-    scale_lr(first, 3.0)
+    scale_lr(first, 12, 4)
     assert rates(first) == pytest.approx([0.3, 0.6])
-    scale_lr(OptimWrapperDict(first=first, second=second), 0.5)
+    scale_lr(OptimWrapperDict(first=first, second=second), 1, 2)
     assert rates(first) == pytest.approx([0.15, 0.3])
     assert rates(second) == pytest.approx([0.2])
 
@@ -60,7 +60,7 @@ def test_rates_that_a_scheduler_has_noted_are_not_multiplied() -> None:
     first, noted = OptimWrapper(groups_of(0.1)), OptimWrapper(groups_of(0.4))
     StepLR(noted.optimizer, step_size=1)
     with pytest.raises(RuntimeError, match="scheduler"):
-        scale_lr(OptimWrapperDict(first=first, noted=noted), 2.0)
+        scale_lr(OptimWrapperDict(first=first, noted=noted), 8, 4)
     assert rates(first) == [0.1]
-    with pytest.raises(ValueError, match="ratio"):
-        scale_lr(first, 0)
+    with pytest.raises(ValueError, match="base_batch_size"):
+        scale_lr(first, 0, 4)

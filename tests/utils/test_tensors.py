@@ -157,6 +157,8 @@ def test_what_is_not_finite_is_named_whatever_the_dtype() -> None:
     bad = [name for name in tensors if name.endswith(("nan", "inf"))]
     assert len(bad) == 16
     assert non_finite(tensors) == {f"{name} is {name[-3:]}" for name in bad}
+    inside = {"state": {"moments": [torch.ones(1), torch.tensor(math.nan)]}}
+    assert non_finite(inside) == {"state.moments.1 is nan"}
 
 
 def test_what_has_no_numbers_to_look_at_is_passed_over() -> None:

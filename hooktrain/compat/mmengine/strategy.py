@@ -289,9 +289,7 @@ class BaseStrategy(strategy.BaseStrategy):
             return
         base = self._auto_scale_lr["base_batch_size"]
         own = self.dispatch_kwargs["train_micro_batch_size_per_gpu"]
-        ratio = comm.data_parallel_size() * own / base
-        self.logger.info("The batch is %g times as large: so are learning rates", ratio)
-        scale_lr(self.optim_wrapper, ratio)
+        scale_lr(self.optim_wrapper, comm.data_parallel_size() * own, base)
 
     def _initialize_counts(self, done: int = 0) -> None:
         """Tell the wrappers how long the run is, so that its last accumulation is shorter."""
