@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hooktrain.engine import SimpleTrainer
 from hooktrain.evaluation import MetricEvaluator, inference_on_dataset
-from hooktrain.solver import AmpOptimWrapper
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper
 from hooktrain.utils.env import seed_step
 
 
@@ -116,3 +116,33 @@ def test_evaluations_give_the_outputs_to_metrics(folder: Path) -> None:
         "error_rate": pytest.approx(float(wrong) / 4),
         "loss": pytest.approx(float(losses) / 4),
     }
+
+
+class TokenTrainer(SimpleTrainer):
+    """As in docs/guide.md."""
+
+    def weight(self, data: Any) -> Any:
+        return (data["labels"][:, 1:] != -100).sum()
+
+
+@pytest.mark.parametrize("folder", ["AutoModelForCausalLM"], indirect=True)
+def test_texts_of_unequal_lengths_train_in_parts_as_in_one_batch(folder: Path) -> None:
+    ids = torch.randint(50, (6, 12), generator=torch.Generator().manual_seed(4))
+    lengths = torch.tensor([12, 3, 11, 2, 5, 1])
+    labels = ids.masked_fill(torch.arange(12) >= lengths[:, None], -100)
+    gradients = []
+    losses = []
+    for size in (6, 2):
+        model = load(folder)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        parts = zip(ids.split(size), labels.split(size), strict=True)
+        data = [{"input_ids": part, "labels": of} for part, of in parts]
+        wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), len(data))
+        trainer = TokenTrainer(model, data, wrapper)
+        trainer.train(0, 1)
+        gradients.append([p.grad for p in model.parameters()])
+        losses.append(trainer.storage.latest()["total_loss"][0])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

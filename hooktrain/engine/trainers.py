@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import length_hint
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.optim_state import without_schedules
+from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils import comm
@@ -271,7 +272,8 @@ class SimpleTrainer(ModelTrainer):
     An iteration is one update, of ``accumulative_counts`` batches, by one optimizer or by several
     together. The model takes a batch and returns what
     :func:`hooktrain.model.losses.parse_losses` understands. For another loss override
-    :meth:`compute_loss`, for another step :meth:`run_step`.
+    :meth:`compute_loss`, for another step :meth:`run_step`. Batches of unequal sizes have a
+    :meth:`weight`.
 
     The arguments are those of :class:`ModelTrainer`.
     """
@@ -312,6 +314,27 @@ class SimpleTrainer(ModelTrainer):
             )
             raise
 
+    def weight(self, data: Any) -> Any:
+        """How much the losses of a batch count among those of the same iteration: here 1.
+
+        Where batches have unequal numbers of tokens, boxes or pixels, and the loss is a mean over
+        these, return their number. Then the accumulated passes of all ranks give the gradients
+        and the losses of one large batch: with ``w`` for the weights of all batches of the
+        iteration on all ranks, the loss of the i-th, and what is recorded beside it, is multiplied
+        by ``w[i] / mean(w)``, and the means over passes and ranks are taken as ever.
+
+        The mean must be known before the first backward pass. So the batches of an iteration are
+        all taken from the loader first, and the ranks exchange one number, between their hosts.
+        Nothing of this is done where this method is not overridden.
+
+        Args:
+            data: the batch as the loader gives it, not yet moved to a device.
+
+        Returns:
+            A number, or a tensor with one element. It may be 0, if the loss is finite there.
+        """
+        return 1
+
     def _accumulate(self) -> tuple[dict[str, Tensor], float]:
         """Compute the gradients of one update.
 
@@ -323,14 +346,25 @@ class SimpleTrainer(ModelTrainer):
         wrapper.start_accumulation()
         means: dict[str, Tensor] = {}
         data_time = 0.0
+        batches: Iterator[Any] = self._data_loader_iter
+        factors: list[float] = []
+        if type(self).weight is not SimpleTrainer.weight:
+            start = time.perf_counter()
+            taken = [next(batches) for _ in range(count)]
+            data_time = time.perf_counter() - start
+            factors = weights_over_mean(map(self.weight, taken))
+            batches = iter(taken)
         for batch in range(count):
             start = time.perf_counter()
-            data = self.prepare_batch(next(self._data_loader_iter))
+            data = self.prepare_batch(next(batches))
             data_time += time.perf_counter() - start
             if batch == 0 and self.zero_grad_before_forward:
                 wrapper.zero_grad()
             with wrapper.optim_context(self.model):
                 loss, losses = parse_losses(self.compute_loss(data))
+            if factors:
+                loss = loss * factors[batch]
+                losses = {name: each * factors[batch] for name, each in losses.items()}
             if batch == 0 and not self.zero_grad_before_forward:
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))

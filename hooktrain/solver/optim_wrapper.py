@@ -1,10 +1,11 @@
 """How a loss becomes an update: accumulation, clipping, and the optimizer's step."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from hooktrain.solver.optim_state import (
     parameter_names,
 )
 from hooktrain.solver.param_groups import ParamGroup
+from hooktrain.utils import comm
 from hooktrain.utils.names import call, refuse_overrides
 from hooktrain.utils.tensors import full_tensor
 
@@ -274,6 +276,21 @@ class OptimWrapper:
         self.inner_count = state_dict.get("inner_count", 0)
         self.skipped_updates = state_dict.get("skipped_updates", 0)
         self.start_accumulation()
+
+
+def weights_over_mean(weights: Iterable[Any]) -> list[float]:
+    """The weights of this rank's passes over the mean weight of all passes. A collective.
+
+    Losses that are multiplied by them have weighted means as their plain means over the passes
+    and the ranks. If all weights are 0, so are the results.
+
+    Args:
+        weights: numbers, or tensors with one element; as many on each rank.
+    """
+    own = [float(weight) for weight in weights]
+    total = comm.all_reduce(torch.tensor(sum(own), dtype=torch.float64)).item()
+    mean = total / (len(own) * comm.get_world_size()) or 1.0
+    return [weight / mean for weight in own]
 
 
 def _clipping(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
+from collectives import Collectives
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
 from hooktrain.checkpoint.files import write_file
@@ -312,6 +313,83 @@ def test_compute_loss_replaces_the_call_of_the_model_alone() -> None:
     first, second = run_ranks(weights_by_a_loss, 2, True)
     assert first == second != alone
     assert run_ranks(weights_by_a_loss, 2, False) == [first] * 2
+
+
+class MeanOfRows(SimpleTrainer):
+    """Its loss is a mean over the rows of a batch, of which there may be none."""
+
+    def compute_loss(self, data: Tensor) -> Any:
+        squares = self.model(data).square().sum()
+        rows = max(len(data), 1)
+        return {"loss": squares / rows, "first": data[:, 0].sum().detach() / rows}
+
+
+class Weighted(MeanOfRows):
+    def weight(self, data: Tensor) -> Any:
+        return len(data) if len(data) % 2 else torch.tensor([len(data)])
+
+
+def update_by_parts(
+    kind: type[SimpleTrainer], sizes: list[list[int]], seen: list[str] | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """One update by batches of these sizes of 16 rows; a list a rank, in one batch a pass."""
+    whole = batches(1, size=16)[0][: sum(map(sum, sizes))]
+    every = iter(whole.split([size for of_rank in sizes for size in of_rank]))
+    parts = [[next(every) for _ in of_rank] for of_rank in sizes][comm.get_rank()]
+    model: nn.Module = LinearLoss().fc
+    bare = model
+    if comm.get_world_size() > 1:
+        model = DistributedDataParallel(model)
+    wrapper = OptimWrapper(sgd(bare), accumulative_counts=len(parts))
+    trainer = kind(model, parts, wrapper)
+    collectives = Collectives()
+    around = CallbackHook(
+        before_step=lambda _: collectives.__enter__(),
+        after_backward=lambda _: collectives.__exit__(None, None, None),
+    )
+    trainer.register_hooks([around])
+    trainer.train(0, 1)
+    if seen is not None:
+        seen += collectives.seen
+    latest = trainer.storage.latest()
+    return bare.weight.detach(), {n: latest[n][0] for n in ("loss", "first")}
+
+
+def weighted_on_ranks() -> list[Any]:
+    results: list[Any] = []
+    for sizes in ([[3], [13]], [[5, 4], [0, 7]]):
+        seen: list[str] = []
+        results.append((*update_by_parts(Weighted, sizes, seen), seen))
+    seen = []
+    equal = [[4, 4], [4, 4]]
+    plain = update_by_parts(MeanOfRows, equal, seen)
+    weighted = update_by_parts(Weighted, equal)
+    results.append((torch.equal(plain[0], weighted[0]), plain[1] == weighted[1], seen))
+    return results
+
+
+def test_batches_of_unequal_weights_train_as_one_large_batch() -> None:
+    expected, values = update_by_parts(MeanOfRows, [[16]])
+    plain, _ = update_by_parts(MeanOfRows, [[3, 13]])
+    assert not torch.allclose(plain, expected, rtol=1e-3)
+    for sizes in ([16], [3, 13], [1, 0, 10, 5]):
+        weight, got = update_by_parts(Weighted, [sizes])
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
+        assert got == pytest.approx(values, rel=1e-6)
+    for unequal, accumulated, equal in run_ranks(weighted_on_ranks, 2):
+        for weight, got, seen in (unequal, accumulated):
+            torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
+            assert got == pytest.approx(values, rel=1e-6)
+            assert seen.count("allreduce_") == 2  # of the weights, and of the gradients
+        # Without a weight, or with equal ones, the bits are the same.
+        assert equal[:2] == (True, True)
+        assert equal[2].count("allreduce_") == 1
+
+
+def test_an_iteration_whose_weights_are_all_0_changes_nothing() -> None:
+    weight, values = update_by_parts(Weighted, [[0, 0]])
+    assert values == {"loss": 0, "first": 0}
+    assert torch.equal(weight, LinearLoss().fc.weight)
 
 
 def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
