@@ -7,9 +7,10 @@ two ranks, with or without loader workers, with files or folders of shards, in t
 background. The core's script also reads a stream in half of its tries, and stops early in half of
 them. Faults strike a run one after the other; after each the same command goes on. In the end its
 weights, its optimizer, its hooks, its best model and its rows of metrics must be those of an
-undisturbed run, bit for bit, with no process and no temporary file left. Everything random is drawn
-from ``--seed`` and the number of the try; only the moments at which the operating system acts on it
-differ.
+undisturbed run, bit for bit, with no process and no temporary file left. And the log has to say so:
+each resume compares the rows that it cuts with those that it computes again. Everything random is
+drawn from ``--seed`` and the number of the try; only the moments at which the operating system acts
+on it differ.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -292,6 +294,17 @@ def differences(ours: Any, theirs: Any) -> list[str]:
     return [path for path, _, _ in compare_revisions.differences(ours, theirs)]
 
 
+def proof_problem(said: str) -> str:
+    """What is wrong with what the resumes of a try have said of the rows they computed again."""
+    _, _, of_last = said.rpartition("cut, computed again and compared: ")
+    if "Not resumed exactly" in said:
+        return "a resume found rows that differ"
+    count = re.match("[1-9][0-9]*", of_last)
+    if count and "Resumed exactly" not in of_last:
+        return f"the last resume has not proved {count[0]} rows"
+    return ""
+
+
 class Campaign:
     """The tries and their results.
 
@@ -368,6 +381,8 @@ class Campaign:
                 different = [path for path in different if not path.startswith(of_best)]
             if different:
                 raise LostRunError(f"bent: {different[:3]}")
+            if unproved := proof_problem(said.decode()):
+                raise LostRunError(unproved)
             if left := [
                 path.name for path in folder.rglob("*") if ".tmp-" in path.name
             ]:

@@ -72,7 +72,7 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
     Args:
         runs: folders, or files that JSONWriter has written.
         wanted: the metrics to show; none shows all but the remaining time, and a loss that is the
-            total loss.
+            total loss or its mean.
         count: how many values to smooth the losses of training over.
     """
     panels: Panels = defaultdict(dict)
@@ -118,7 +118,8 @@ def read_run(run: Path) -> dict[str, Points]:
     file = run / "metrics.json" if run.is_dir() else run
     for row in load_json_metrics(file):
         iteration = row.pop("iteration")
-        row.pop("eta_seconds", None)
+        for name in ("eta_seconds", "mean_loss"):
+            row.pop(name, None)
         for name, value in row.items():
             lines[name].append((iteration, value))
     return {name: sorted(points) for name, points in lines.items()}

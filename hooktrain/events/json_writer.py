@@ -4,28 +4,50 @@ import json
 import logging
 import math
 import os
+import re
+from collections import deque
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
+from hooktrain.utils.env import determinism
 from hooktrain.utils.file_io import atomic_write, lock_folder
+from hooktrain.utils.names import is_loss
 
 logger = logging.getLogger(__name__)
 
+Row = dict[str, Any]  # a line of the file
+
 _encoder = json.JSONEncoder(sort_keys=True)
+
+# Metrics with such names depend on the machine.
+_OF_THE_MACHINE = re.compile("time|second|speed|mem|mfu|util")
+
+_CUT = "Rows of %s that are cut, computed again and compared: %d"
+_EXACT = "Resumed exactly: %d rows computed again are equal"
+_NOT_EXACT = (
+    "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is right "
+    "where the configuration, the number of ranks or the machine is another one%s. If nothing is: "
+    'docs/guide.md, "When a run goes wrong"'
+)
 
 
 class JSONWriter(ScalarWriter):
     """Appends metrics to a file, one JSON object a line, on the main process only.
 
-    A line has the ``iteration`` and the metrics that :meth:`new_scalars` finds for it. A metric
-    that is put later gets another line. NaN and infinities are written as the strings ``"nan"``,
-    ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads the file, and so does
-    ``pandas.read_json(file, lines=True)``.
+    A line has the ``iteration`` and the metrics that :meth:`new_scalars` finds for it. Beside
+    medians of losses, ``mean_loss`` is the mean of the total loss, or of the first one, over the
+    same iterations. A metric that is put later gets another line. NaN and infinities are written as
+    the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads the file, and
+    so does ``pandas.read_json(file, lines=True)``.
+
+    A resume proves itself: the lines that :meth:`rewind` cuts are compared, value by value, with
+    those that are computed and written again, and the log has the verdict. A small change of a
+    weight leaves medians as they are, and ``mean_loss`` shows it. Metrics whose names say that they
+    are times, speeds or memory are left out.
 
     Args:
         json_file: the file.
@@ -36,6 +58,8 @@ class JSONWriter(ScalarWriter):
         self, json_file: str | os.PathLike[str], window_size: int = 20
     ) -> None:
         self._path = Path(json_file)
+        self._cut: deque[Row] = deque()  # by a resume, and not computed again so far
+        self._equal = 0  # how many were computed again and are equal
         super().__init__(self._path.name, window_size)
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
@@ -44,18 +68,25 @@ class JSONWriter(ScalarWriter):
         Raises:
             OSError: if the disk is full or fails.
         """
-        text = ""
+        rows: list[Row] = []
         for iteration, metrics in scalars.items():
-            line = {**metrics, "iteration": iteration}
-            text += _encode(line)
-        if text:
+            row = {**metrics, "iteration": iteration}
+            first = next(filter(is_loss, metrics), "")
+            if storage.smoothing_hints().get(first):
+                row["mean_loss"] = storage.history(first).avg(self._window_size)
+            rows.append(row)
+        if rows:
+            text = "".join(map(_encode, rows))
             size = self._append(text.encode())
             storage.file_sizes[self.name] = size
+        for row in rows:
+            self._compare(row)
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         # There is no buffer, since one would write later what a full disk has refused.
-        with self._open() as file:
+        with open(self._path, "ab", buffering=0) as file:
             end = file.tell()
             try:
                 while text:
@@ -66,18 +97,12 @@ class JSONWriter(ScalarWriter):
                 raise
             return file.tell()
 
-    def _open(self) -> FileIO:
-        try:
-            return open(self._path, "ab", buffering=0)
-        except FileNotFoundError:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            return open(self._path, "ab", buffering=0)
-
     def rewind(self, iteration: int) -> None:
         """Remove what was written after the storage was saved, or from ``iteration`` on.
 
         Incomplete lines are removed too. If a power cut has taken lines that were written before,
-        the log says so. The folder of a file that is there is locked first.
+        the log says so. The folder of a file that is there is locked first. From ``iteration`` 1 on
+        the removed lines are kept, to be compared.
 
         Raises:
             RuntimeError: if another run is using the folder.
@@ -90,29 +115,34 @@ class JSONWriter(ScalarWriter):
         if not comm.is_main_process():
             return
         super().rewind(iteration)
-        saved_size = storage.file_sizes.get(self.name)
         data = b""
         if self._path.exists():
             lock_folder(self._path.parent)  # the lines may be another run's
             data = self._path.read_bytes()
-        if saved_size is not None:
-            saved_at = iteration - 1
-            saved_size = self._with_late_write(data, saved_size, saved_at)
+        size = storage.file_sizes.get(self.name, len(data))
+        if self.name in storage.file_sizes:
+            size = self._with_late_write(data, size, iteration - 1)
+        self._cut.clear()
         kept = []
         last = -1
-        for text, line in _read_lines(self._path, data[:saved_size]):
-            if line["iteration"] < iteration:
+        for end, text, line in _read_lines(self._path, data):
+            at = line["iteration"]
+            if at < iteration and end <= size:
                 text = text.rstrip() + b"\n"
                 kept.append(text)
-                last = max(last, line["iteration"])
-        cut = b"".join(kept)
-        if cut != data:
+                last = max(last, at)
+            elif iteration > 0:  # it is a resume
+                self._cut.append(line)
+        if iteration > 0:
+            logger.info(_CUT, self._path, len(self._cut))
+        whole = b"".join(kept)
+        if whole != data:
             with atomic_write(self._path) as file:
-                file.write(cut)
-        storage.file_sizes[self.name] = len(cut)
-        if saved_size is not None and len(data) < saved_size:
+                file.write(whole)
+        storage.file_sizes[self.name] = len(whole)
+        if len(data) < size:
             lost = "METRICS ARE LOST: %s has %d of %d bytes, nothing after iteration %d"
-            logger.error(lost, self._path, len(data), saved_size, last)
+            logger.error(lost, self._path, len(data), size, last)
 
     def _with_late_write(self, data: bytes, size: int, iteration: int) -> int:
         """The saved size, and the line of the saved iteration if it was written after the save.
@@ -125,16 +155,39 @@ class JSONWriter(ScalarWriter):
             return size
         wanted = dict(found[iteration])
         wanted["iteration"] = iteration
-        end = size
-        for text, line in _read_lines(self._path, data[size:]):
-            end += len(text)
+        for end, _, line in _read_lines(self._path, data[size:]):
             if wanted.items() <= line.items():
                 self.mark_written(storage)
-                return end
+                return size + end
         return size
 
+    def _compare(self, row: Row) -> None:
+        """Compare a row with the next one that a resume has cut: they come in the same order."""
+        iteration = row["iteration"]
+        while self._cut and self._cut[0]["iteration"] < iteration:
+            self._cut.popleft()  # such as the last row of a run that ended there
+        if not self._cut or self._cut[0]["iteration"] > iteration:
+            return
+        before = self._cut.popleft()
+        for name, was in before.items():
+            value = row.get(name, was)
+            if value != was and not _OF_THE_MACHINE.search(name):
+                logger.warning(_NOT_EXACT, name, iteration, value, was, determinism())
+                self._cut.clear()
+                self._equal = 0
+                return
+        self._equal += 1
+        if not self._cut:
+            self.close()
 
-def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    def close(self) -> None:
+        """Log how far a resume has proved itself, where that is not logged."""
+        if self._equal:
+            logger.info(_EXACT, self._equal)
+        self._equal = 0
+
+
+def load_json_metrics(path: str | os.PathLike[str]) -> list[Row]:
     """Read a file of :class:`JSONWriter` into a list with a dict for each line.
 
     NaN and infinities become floats again. Incomplete lines, which a killed run may leave, are left
@@ -145,7 +198,7 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     path = Path(path)
     lines = []
-    for _, line in _read_lines(path, path.read_bytes()):
+    for _, _, line in _read_lines(path, path.read_bytes()):
         for name, value in line.items():
             if isinstance(value, str):
                 line[name] = float(value)
@@ -153,21 +206,23 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _encode(line: dict[str, Any]) -> str:
+def _encode(line: Row) -> str:
     for name, value in line.items():
         if isinstance(value, float) and not math.isfinite(value):
             line[name] = str(value)
     return _encoder.encode(line) + "\n"
 
 
-def _read_lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The complete lines in the data of a file, each with the dict that it holds."""
+def _read_lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, Row]]:
+    """The complete lines in the data of a file: where each ends, its text, and what it holds."""
+    end = 0
     texts = data.splitlines(keepends=True)
     for number, text in enumerate(texts, 1):
+        end += len(text)
         try:
             line = json.loads(text)
             int(line["iteration"])
         except (ValueError, TypeError, KeyError):
             logger.warning("%s: line %d is incomplete and left out", path, number)
         else:
-            yield text, line
+            yield end, text, line

@@ -91,3 +91,15 @@ def device_module() -> Any:
     """The module of the current accelerator, such as ``torch.cuda``; None if there is none."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device and torch.get_device_module(device)
+
+
+def determinism() -> str:
+    """Whether kernels of the accelerator may differ from one call to the next, for messages.
+
+    Returns:
+        The end of a sentence; nothing on a machine without an accelerator.
+    """
+    if device_module() is None:
+        return ""
+    state = "on" if torch.are_deterministic_algorithms_enabled() else "OFF"
+    return f" (torch.use_deterministic_algorithms is {state})"

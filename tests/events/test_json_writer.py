@@ -1,6 +1,7 @@
 """Metrics as lines of JSON: written, cut on a resume, read back."""
 
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from faults import full_disk
 from hooktrain.events import EventStorage, JSONWriter, load_json_metrics
-from hooktrain.utils import comm
+from hooktrain.utils import comm, env
 
 
 @pytest.fixture
@@ -49,7 +50,8 @@ def test_a_line_has_what_is_new_at_an_iteration(tmp_path: Path) -> None:
         writer.write()
     writer.close()
     assert path.read_text() == (
-        '{"b": 2.0, "iteration": 1}\n{"a": 3.0, "iteration": 3, "loss": 2.0}\n'
+        '{"b": 2.0, "iteration": 1}\n{"a": 3.0, "iteration": 3, "loss": 2.0, '
+        '"mean_loss": 3.0}\n'
         '{"iteration": 2, "late": 0.5}\n{"iteration": 2, "late": 1.5}\n'
     )
 
@@ -91,10 +93,11 @@ def test_what_could_not_be_written_comes_with_the_next_write(path: Path) -> None
         full = pytest.raises(OSError, match="File too large")
         with full_disk(path.stat().st_size + 10), full:
             writer.write()
-        assert lines(path) == [{"iteration": 0, "loss": 1.0}]
+        first = {"iteration": 0, "loss": 1.0, "mean_loss": 1.0}
+        assert lines(path) == [first]
         writer.write()
     writer.close()
-    assert lines(path) == [{"iteration": 0, "loss": 1.0}, {"iteration": 1, "loss": 2.0}]
+    assert lines(path) == [first, {"iteration": 1, "loss": 2.0, "mean_loss": 2.0}]
 
 
 def test_only_the_main_process_touches_the_file(
@@ -166,19 +169,74 @@ def run(
 
 
 @pytest.mark.parametrize("checkpoint", [0, 14, 19, 20, 29, 30, 38, 39, 40, 44, 59, 60])
-def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one(
-    checkpoint: int, tmp_path: Path
+def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one_and_says_so(
+    checkpoint: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(tmp_path / "whole.json", 0, 100, EventStorage())
-
+    whole = tmp_path / "whole.json"
     path = tmp_path / "resumed.json"
-    state = run(path, 0, 67, EventStorage(), checkpoint)
-    with open(path, "a") as file:
-        file.write('{"iteration": 7')  # killed while it wrote
-    storage = EventStorage()
-    storage.load_state_dict(state)
-    run(path, checkpoint + 1, 100, storage)
-    assert path.read_text() == (tmp_path / "whole.json").read_text()
+    with caplog.at_level(logging.INFO):
+        run(whole, 0, 100, EventStorage())
+        state = run(path, 0, 67, EventStorage(), checkpoint)
+        assert caplog.messages == []
+        with open(path, "a") as file:
+            file.write('{"iteration": 7')  # killed while it wrote
+        storage = EventStorage()
+        storage.load_state_dict(state)
+        kept = state["file_sizes"]["resumed.json"]
+        cut = path.read_bytes()[kept:].count(b"\n")
+        run(path, checkpoint + 1, 100, storage)
+    assert path.read_text() == whole.read_text()
+    exact = [f"Resumed exactly: {cut} rows computed again are equal"] if cut else []
+    told = f"Rows of {path} that are cut, computed again and compared: {cut}"
+    assert [m for m in caplog.messages if "incomplete" not in m] == [told, *exact]
+
+
+def resumed(path: Path, change: str, start: int = 10, end: int = 30) -> EventStorage:
+    """Goes on with a run that was killed; each of its iterations puts and writes values."""
+    storage = EventStorage(start)
+    writer = JSONWriter(path)
+    with storage:
+        writer.rewind(start)
+        for storage.iter in range(start, end):
+            bent = change if storage.iter == 17 else ""
+            storage.put_scalar("total_loss", 0.5 + (8e-9 if bent == "loss" else 0))
+            storage.put_scalar("time", 2.0 if bent else 1.0)
+            storage.put_scalar("val/accuracy", math.nan, smoothing_hint=False)
+            writer.write()
+            if bent == "twice":
+                storage.put_scalar("val/accuracy", 1.0, smoothing_hint=False)
+                writer.write()
+    writer.close()
+    return storage
+
+
+def test_the_first_value_that_differs_after_a_resume_is_named_without_blame(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    for before in (10, 40):  # nothing is compared with rows of a run that began anew
+        resumed(path, "", 0, before)
+    assert caplog.messages == []
+    resumed(path, "")
+    rows = "Resumed exactly: 20 rows computed again are equal"
+    assert caplog.messages[1:] == [rows]
+    caplog.clear()
+    # The second run of these is killed as early as it has compared three rows.
+    for end in (13, 30):
+        resumed(path, "time", end=end)
+    assert caplog.messages[1::2] == [rows.replace("20", "3")] * 2
+    caplog.clear()
+    resumed(path, "twice")  # the file has fewer rows of this iteration
+    resumed(path, "twice")
+    assert [m for m in caplog.messages if "Not" in m] == []
+    caplog.clear()
+    monkeypatch.setattr(env, "device_module", lambda: object())
+    resumed(path, "loss")
+    assert caplog.messages[0].endswith("compared: 21")
+    (warning,) = caplog.messages[1:]
+    assert "mean_loss of iteration 17 is 0.500000001, and was 0.5 before" in warning
+    assert "configuration" in warning
+    assert "use_deterministic_algorithms is OFF" in warning
 
 
 @pytest.mark.parametrize("stop", [40, 67])
@@ -212,7 +270,7 @@ def test_what_a_file_has_lost_is_left_out_and_named(
     rest = lines(path)[len(complete) :]
     assert path.read_bytes().startswith(b"".join(complete))
     assert rest[0] == {"iteration": 62, "accuracy": 62.0}
-    assert rest[-1].keys() == {"iteration", "loss", "lr"}
+    assert rest[-1].keys() == {"iteration", "loss", "mean_loss", "lr"}
 
 
 def test_lines_that_are_torn_are_left_out_with_a_warning(

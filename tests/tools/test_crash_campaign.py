@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from processes import CONTEXT
 
@@ -43,3 +44,30 @@ def test_a_run_that_is_bent_is_reported(tool: Any, tmp_path: Path) -> None:
     (tmp_path / "out" / "metrics.json").write_text("\n".join(lines))
     found = tool.differences(tool.outcome(tmp_path / "out"), expected)
     assert found == [".rows[2].total_loss"]
+
+
+def test_a_resume_proves_itself_to_the_campaign_unless_a_weight_was_bent(
+    tool: Any, tmp_path: Path
+) -> None:
+    variant = tool.Variant("core", 1, 0, False, False)
+    log = tmp_path / "out.log"
+    assert tool.run(tmp_path / "out", variant) == (0, False)
+    assert tool.proof_problem(log.read_text()) == ""
+    for bend in (0.0, 1e-7):
+        (tmp_path / "out" / "model_final.pth").unlink()
+        path = tmp_path / "out" / "model_0000062.pth"
+        (tmp_path / "out" / "last_checkpoint").write_text(path.name)
+        state = torch.load(path, weights_only=True)
+        for weight in state["model"].values():
+            if weight.is_floating_point():
+                weight *= 1 + bend
+        torch.save(state, path)
+        assert tool.run(tmp_path / "out", variant) == (0, False)
+        said = log.read_text()
+        was_exact = "Resumed exactly: 2 rows computed again are equal" in said
+        assert was_exact == (bend == 0.0)
+        assert bool(tool.proof_problem(said)) == (bend > 0)
+        log.unlink()
+    assert "not proved 2 rows" in tool.proof_problem(
+        "rows that are cut, computed again and compared: 2\n"
+    )

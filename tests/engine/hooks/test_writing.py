@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
-from torch import nn
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.data import build_train_loader
+from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -34,7 +38,7 @@ from hooktrain.events import (
     get_event_storage,
     load_json_metrics,
 )
-from toys import Idle
+from toys import Idle, LinearLoss, batches, sgd
 
 
 def take(clock: SimpleNamespace, seconds: float) -> Callable[[object], None]:
@@ -280,3 +284,63 @@ def test_a_printer_learns_the_end_of_each_run(caplog: pytest.LogCaptureFixture) 
         trainer.train(max_iter=20)
     lines = [message for message in caplog.messages if "iter: " in message]
     assert [line[:4] for line in lines] == ["iter", "eta:", "iter", "eta:"]
+
+
+def train_linear(folder: Path, bend: float = 0.0, dies_at: int = -1) -> None:
+    """40 iterations, or those that are left, on all ranks; a weight may be bent at the start."""
+    model: Any = LinearLoss()
+    weight = model.fc.weight
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    samples = list(batches(1, 32)[0])
+    loader = build_train_loader(samples, total_batch_size=4, num_workers=0, seed=1)
+    trainer = SimpleTrainer(model, loader, sgd(model, lr=0.01))
+    checkpointer = Checkpointer(model, folder, trainer=trainer)
+
+    def die(trainer: Any) -> None:
+        if trainer.iter == dies_at:
+            raise RuntimeError("killed")
+
+    writers = [JSONWriter(folder / "metrics.json")]
+    trainer.register_hooks(
+        [
+            CallbackHook(before_step=die),
+            PeriodicWriter(writers, period=10),
+            PeriodicCheckpointer(checkpointer, period=18),
+        ]
+    )
+    checkpointer.resume_or_load("")
+    weight.data.view(-1)[4] *= 1 + bend
+    with suppress(RuntimeError):
+        trainer.train(max_iter=40)
+
+
+def verdicts(folder: Path) -> list[str]:
+    """What is logged when killed runs go on: one as it was, and one with a bent weight."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hooktrain.events")
+    for bend in (0.0, 1e-7):
+        out = folder / str(bend)
+        train_linear(out, dies_at=33)
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        train_linear(out, bend)
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    return [text for text in said if "esumed exactly" in text]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resume_proves_itself_and_finds_a_weight_that_is_bent_by_one_bit(
+    ranks: int, tmp_path: Path
+) -> None:
+    if ranks == 1:
+        said = verdicts(tmp_path)
+    else:
+        said, nothing = run_ranks(verdicts, 2, tmp_path)
+        assert nothing == []  # the main process speaks
+    exact, warning = said
+    assert exact == "Resumed exactly: 2 rows computed again are equal"
+    assert "mean_loss of iteration 19" in warning
