@@ -54,6 +54,8 @@ class ModelTrainer(TrainerBase):
     Attributes:
         optim_wrapper: the wrapper of the optimizer; ``optimizer`` is the torch optimizer in it.
         updating: the wrapper whose update comes next, for hooks in ``after_backward``.
+        losses: this rank's losses of the iteration, for hooks in ``after_backward``; empty where
+            the step does not know them before the update, as in :class:`StepTrainer`.
         checkpointer: saves and loads this trainer, if :func:`hooktrain.engine.build_trainer` has
             made it; else None.
 
@@ -93,6 +95,7 @@ class ModelTrainer(TrainerBase):
             )
         self.model = init_weights_once(model).train()
         self.data_loader = data_loader
+        self.losses: State = {}
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         # What was infinite or NaN when the run began, such as masks; None before any run.
@@ -378,7 +381,9 @@ class SimpleTrainer(ModelTrainer):
     def _before_update(self, losses: State, data_time: float) -> None:
         """Call the hooks, then record the losses, since a hook may tolerate a NaN among them."""
         self.updating = self.optim_wrapper
+        self.losses = losses
         self.after_backward()
+        self.losses = {}  # frees their graph
         self._write_metrics(losses, data_time)
 
     def _write_metrics(

@@ -2,11 +2,13 @@
 
 import faulthandler
 import logging
+import math
 import os
 import tempfile
 import threading
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.engine.train_loop import HookBase
+from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm, timer
@@ -22,8 +25,18 @@ from hooktrain.utils.tensors import compute_device, is_sharded, non_finite
 logger = logging.getLogger(__name__)
 
 
+_WINDOW = 100  # the last losses, of which a spike exceeds the median
+_FEWEST = 20  # with fewer losses nothing is a spike
+
+
 class SkipNonFinite(HookBase):
     """Skips an update whose gradients are infinite or NaN, up to ``max_skips`` times in a row.
+
+    With ``max_ratio`` it also skips the update of a loss that spikes: the mean over the ranks of
+    ``total_loss`` exceeds ``max_ratio`` times the median of the last 100 that the storage has, the
+    spikes among them, from 20 on. A loss that stays high ends the run by ``max_skips``. Running
+    statistics, as of batch norm, have seen the batch all the same. It needs the losses before the
+    update, and so the step of :class:`hooktrain.engine.SimpleTrainer`.
 
     Without it such a loss ends the run by a FloatingPointError. With it parameters and optimizer
     stay as they were, schedules go on, and the loss is logged as it was. The optimizer's wrapper
@@ -36,16 +49,24 @@ class SkipNonFinite(HookBase):
 
     The skips of a float16 scaler, which looks for its scale by them, count here too.
 
-    It costs a host-device synchronisation and the largest gradient in each iteration.
+    It costs a host-device synchronisation and the largest gradient in each iteration; with
+    ``max_ratio`` the ranks exchange a number, too.
 
     Args:
-        max_skips: one more in a row raises a FloatingPointError. At least 0, else a ValueError.
+        max_skips: one more in a row raises a FloatingPointError. At least 0.
+        max_ratio: above 1, such as 3; None looks at gradients only.
+
+    Raises:
+        ValueError: for impossible arguments; in a run, if ``max_ratio`` finds no losses.
     """
 
-    def __init__(self, max_skips: int = 20) -> None:
+    def __init__(self, max_skips: int = 20, max_ratio: float | None = None) -> None:
         if max_skips < 0:
             raise ValueError(f"max_skips must be at least 0: {max_skips!r}")
+        if max_ratio is not None and not max_ratio > 1:
+            raise ValueError(f"max_ratio must be above 1: {max_ratio!r}")
         self._max_skips = max_skips
+        self._max_ratio = max_ratio
 
     def before_train(self) -> None:
         """Note which buffers are not finite by intention, such as masks."""
@@ -63,17 +84,37 @@ class SkipNonFinite(HookBase):
             self.trainer.tolerate_losses()
 
     def after_backward(self) -> None:
-        """Drop gradients that are not finite: then the optimizer leaves the parameters alone."""
+        """Drop the gradients of a bad update: then the optimizer leaves the parameters alone."""
+        is_spike = self._max_ratio is not None and self._is_spike(self._max_ratio)
         for wrapper in wrappers_by_name(self.trainer.updating).values():
-            self._look_at(wrapper)
+            self._look_at(wrapper, is_spike)
 
-    def _look_at(self, wrapper: OptimWrapper) -> None:
+    def _is_spike(self, max_ratio: float) -> bool:
+        """Whether the loss of this iteration exceeds its limit. A collective."""
+        trainer = self.trainer
+        if not trainer.losses:
+            raise ValueError(
+                f"SkipNonFinite(max_ratio={max_ratio!r}) needs the losses before the update, "
+                "and so the run_step of SimpleTrainer"
+            )
+        total = trainer.losses.get("total_loss", sum(trainer.losses.values()))
+        own = torch.tensor(total.item())  # host-device synchronisation
+        loss = comm.all_reduce(own).item() / comm.get_world_size()
+        storage: EventStorage = trainer.storage
+        history = storage.histories().get("total_loss", HistoryBuffer())
+        recent = [v for v, _ in history.tail(_WINDOW) if math.isfinite(v)]
+        if len(recent) < _FEWEST:
+            return False
+        # If the median is not positive, no ratio to it says anything.
+        return 0 < max_ratio * median(recent) < loss
+
+    def _look_at(self, wrapper: OptimWrapper, is_spike: bool) -> None:
         parameters = [p for group in wrapper.param_groups for p in group["params"]]
         gradients = {str(i): p.grad for i, p in enumerate(parameters)}
         is_bad = bool(non_finite(gradients))  # host-device synchronisation
         if any(map(is_sharded, gradients.values())):
             is_bad = comm.any_rank(is_bad, compute_device(self.trainer.model))
-        if not is_bad:
+        if not (is_bad or is_spike):
             return
         broken = sorted(self._broken_buffers() - self._not_finite_before)
         if broken:
@@ -82,22 +123,22 @@ class SkipNonFinite(HookBase):
             )
         wrapper.zero_grad(set_to_none=True)
         scaler = getattr(wrapper, "grad_scaler", None)
-        if scaler is None or not scaler.is_enabled():  # a scaler counts what it skips
+        # A scaler counts the infinite gradients by itself.
+        if not (is_bad and scaler is not None and scaler.is_enabled()):
             wrapper.count_skipped_update()
         self._skipping = True
         self.trainer.tolerate_losses()
         if comm.is_main_process():
-            logger.warning(
-                "Iteration %d: gradients are not finite: no update", self.trainer.iter
-            )
+            why = "gradients are not finite" if is_bad else "the loss is a spike"
+            logger.warning("Iteration %d: %s: no update", self.trainer.iter, why)
 
     def after_step(self) -> None:
         """Raise, if there were too many in a row."""
         self._in_a_row = self._in_a_row + 1 if self._skipping else 0
         if self._in_a_row > self._max_skips:
             raise FloatingPointError(
-                f"gradients were not finite in {self._in_a_row} iterations in a row, up to "
-                f"iteration {self.trainer.iter}; max_skips is {self._max_skips}\n"
+                f"{self._in_a_row} iterations in a row made no update, up to iteration "
+                f"{self.trainer.iter}; max_skips is {self._max_skips}\n"
                 f"{WHERE_IT_BEGINS}"
             )
 

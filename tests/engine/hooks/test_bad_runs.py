@@ -1,3 +1,4 @@
+import copy
 import faulthandler
 import logging
 import math
@@ -211,6 +212,63 @@ def one_accumulation_is_open(folder: str) -> int:
 
 def test_gradients_of_an_open_accumulation_are_not_looked_at(tmp_path: Path) -> None:
     assert run_ranks(one_accumulation_is_open, 2, str(tmp_path)) == [1, 1]
+
+
+def with_spikes(at: set[int]) -> SimpleTrainer:
+    """A trainer of 40 like batches, in each process; those of the last rank may spike."""
+    model = LinearLoss()
+    wrapped: nn.Module = model
+    if comm.get_world_size() > 1:
+        wrapped = create_ddp_model(model)
+    here = at if comm.get_rank() == comm.get_world_size() - 1 else set()
+    data = [batches(1)[0] * (10 if i in here else 1) for i in range(40)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    trainer = SimpleTrainer(wrapped, data, optimizer, gather_metric_period=7)
+    trainer.register_hooks([hooks.SkipNonFinite(3, max_ratio=5)])
+    return trainer
+
+
+def skipped_on_ranks() -> tuple[list[Any], Tensor]:
+    trainer = with_spikes({4, 30})
+    trainer.train(max_iter=34)
+    skipped = trainer.storage.history("skipped_updates").values()
+    return skipped, trainer.model.module.fc.weight.detach()
+
+
+def test_a_spike_of_the_loss_is_skipped_by_all_ranks_alike() -> None:
+    trainer = with_spikes({4, 30})
+    trainer.train(max_iter=25)
+    state = copy.deepcopy(trainer.state_dict())
+    middle = copy.deepcopy(trainer.model.state_dict())
+    trainer.train(max_iter=34)
+    # In iteration 4 nothing tells what is high.
+    assert trainer.storage.history("skipped_updates").values() == [(1.0, 30)]
+    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
+    assert losses[30] > 50 * losses[29] > 50 * losses[31] > 0
+    resumed = with_spikes({4, 30})
+    resumed.model.load_state_dict(middle)
+    resumed.load_state_dict(state)
+    resumed.train(max_iter=34)
+    assert torch.equal(resumed.model.fc.weight, trainer.model.fc.weight)
+    (skipped, first), (by_other, second) = run_ranks(skipped_on_ranks, 2)
+    assert skipped == by_other == [(1.0, 30)]
+    assert torch.equal(first, second)
+
+
+def test_a_loss_that_stays_high_ends_the_run() -> None:
+    with pytest.raises(FloatingPointError, match="iteration 33"):
+        with_spikes(set(range(30, 40))).train(max_iter=40)
+
+
+def test_an_impossible_ratio_or_step_for_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_ratio must be above 1: 1"):
+        hooks.SkipNonFinite(max_ratio=1)
+    model = Two()
+    wrappers = OptimWrapperDict(
+        one=OptimWrapper(adam(model.one)), two=OptimWrapper(adam(model.two))
+    )
+    with pytest.raises(ValueError, match="run_step"):
+        run(model, data(set()), wrappers, 20, 3.0)
 
 
 # The watchdog
