@@ -38,8 +38,12 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
     check_optimizers(model, optim_wrapper)
     for name in _lists_of_layers(model):
         logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
-    if comm.get_world_size() > 1:
-        _check_ranks(model)
+    is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
+    is_whole = is_wrapped or computes_together(model)
+    if comm.get_world_size() > 1 and not is_whole:
+        logger.warning(
+            "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
+        )
 
 
 def _lists_of_layers(model: nn.Module) -> Iterator[str]:
@@ -71,15 +75,6 @@ def warn_of_lost_calls(trainer: Any) -> None:
         logger.warning(
             "The gradients of all iterations add up: run_step needs "
             "self.optim_wrapper.zero_grad()"
-        )
-
-
-def _check_ranks(model: nn.Module) -> None:
-    """Warn if several ranks would train models of their own."""
-    is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
-    if not is_wrapped and not computes_together(model):
-        logger.warning(
-            "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from hooktrain import __version__
+from hooktrain.checkpoint.files import states_of
 from hooktrain.engine.losses import LOOK_AGAIN, LossRecorder
 from hooktrain.engine.preflight import warn_of_events
 from hooktrain.events import EventStorage
@@ -361,10 +362,9 @@ class TrainerBase:
         Raises:
             FloatingPointError: on all ranks, if a loss or a weight of any rank is not finite.
         """
-        if comm.get_world_size() > 1:
-            self.synchronize()
-        broken = self.find_non_finite()  # before, since hooks may gather their states
-        on_all_ranks(partial(self._refuse, broken))
+        self.synchronize()
+        # What is broken is found first, since hooks may gather their states.
+        on_all_ranks(partial(self._refuse, self.find_non_finite()))
         self._is_checked = True
 
     def find_non_finite(self) -> set[str]:
@@ -413,14 +413,8 @@ class TrainerBase:
 
     def _hook_states(self) -> dict[str, Any]:
         """The states of the hooks that have one."""
-        states = {}
-        for key, hook in self._named_hooks().items():
-            state = hook.state_dict()
-            if state is None:
-                raise TypeError(f"{key}.state_dict() must return a dict, not None")
-            if state:
-                states[key] = state
-        return states
+        states = states_of(self._named_hooks())
+        return {key: state for key, state in states.items() if state}
 
     def check_state_dict(
         self, state_dict: State, *, only: Collection[str] | None = None

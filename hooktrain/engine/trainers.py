@@ -93,18 +93,11 @@ class ModelTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         # What was infinite or NaN when the run began, such as masks; None before any run.
         self._not_finite_before: set[str] | None = None
-        self._are_buffers_new = False  # the ranks have not compared them in this run
-        # The versions of the parameters when the run began, by the names of their optimizers.
-        self._first_versions: dict[str, list[int]] = {}
 
     @property
     def batches_per_step(self) -> int:
         """The number of batches of the loader that an iteration takes."""
         return 1
-
-    @property
-    def _wrappers(self) -> Mapping[str, OptimWrapper]:
-        return wrappers_by_name(self.optim_wrapper)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -154,23 +147,21 @@ class ModelTrainer(TrainerBase):
         self._move = mover_to(self.model)  # the model may have moved since the last run
         self._not_finite_before = set()
         self._not_finite_before = self.find_non_finite()
-        self._are_buffers_new = True
-        self._first_versions = {
-            name: versions(wrapper) for name, wrapper in self._wrappers.items()
-        }
+        # When the run began; empty when that was looked at.
+        self._first_versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
             # It comes last, since a loader may draw random numbers as it starts.
             self._data_loader_iter.start()
 
     def after_step(self) -> None:
-        """Exchange metrics and call the hooks; after the first period name idle optimizers."""
+        """Exchange metrics, call the hooks, and after the first period warn of mistakes."""
         super().after_step()
         is_end = self.done % self.sync_period == 0 or self.is_last
         if self._first_versions and is_end:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
-            for name, before in self._first_versions.items():
-                warn_of_idle(self._wrappers[name], name, before)
+            warn_of_idle(self.optim_wrapper, self._first_versions)
+            warn_of_own_buffers(self.model)
             self._first_versions = {}
 
     def _check_mode(self) -> None:
@@ -183,13 +174,6 @@ class ModelTrainer(TrainerBase):
             raise RuntimeError(
                 "the model is in evaluation mode: after model.eval() call model.train()"
             )
-
-    def prepare_save(self) -> None:
-        """Check that everything is finite; before the first save of a run compare buffers too."""
-        super().prepare_save()
-        if self._are_buffers_new:
-            warn_of_own_buffers(self.model)
-        self._are_buffers_new = False
 
     def find_non_finite(self) -> set[str]:
         """Name the tensors of a checkpoint that became infinite or NaN in this run.
@@ -477,7 +461,7 @@ class StepTrainer(ModelTrainer):
     @property
     def can_save(self) -> bool:
         """Whether no accumulation is open. Accumulated gradients are not saved."""
-        return all(wrapper.should_update() for wrapper in self._wrappers.values())
+        return all(wrapper.should_update() for wrapper in self._wrappers())
 
     def before_train(self) -> None:
         """Begin the run, and prepare the wrappers. Gradients that are left over are dropped."""
@@ -487,18 +471,17 @@ class StepTrainer(ModelTrainer):
         done = getattr(self.optim_wrapper, "inner_count", 0)
         self.optim_wrapper.initialize_count_status(self.model, done, self.max_iter)
         self.optim_wrapper.zero_grad()
-        for wrapper in self._wrappers.values():
+        for wrapper in self._wrappers():
             wrapper.after_backward = partial(self._before_update, wrapper)
 
     def run_step(self) -> None:
         """Give one batch to the model's own step, and record what it returns."""
         self._check_mode()
         self.last_batch, data_time = self._next_batch(self._data_loader_iter)
-        outputs = self._call_step(self.last_batch)
-        self.last_outputs = outputs
+        self.last_outputs = self._call_step(self.last_batch)
         self._losses.record(
             self.storage.iter,
-            outputs,
+            self.last_outputs,
             data_time,
             total=None,
             check_now=not self.async_write_metrics,
@@ -523,7 +506,7 @@ class StepTrainer(ModelTrainer):
 
     def after_train(self) -> None:
         """Release the wrappers, and call the hooks. Warn of gradients that made no update."""
-        for wrapper in self._wrappers.values():
+        for wrapper in self._wrappers():
             wrapper.after_backward = None
         if self.succeeded and not self.can_save:
             logger.warning(
@@ -531,6 +514,9 @@ class StepTrainer(ModelTrainer):
                 "made no update"
             )
         super().after_train()
+
+    def _wrappers(self) -> Iterable[OptimWrapper]:
+        return wrappers_by_name(self.optim_wrapper).values()
 
     def _before_update(self, wrapper: OptimWrapper) -> None:
         self.updating = wrapper

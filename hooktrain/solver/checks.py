@@ -1,13 +1,12 @@
 """Whether optimizers belong to a model, and whether they train it."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 
 logger = logging.getLogger(__name__)
@@ -61,23 +60,25 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
         )
 
 
-def versions(wrapper: OptimWrapper) -> list[int]:
-    """How often each parameter of an optimizer was changed so far."""
-    return [parameter._version for parameter in wrapper.parameters]
+def versions(optim_wrapper: Wrappers) -> dict[str, list[int]]:
+    """How often each parameter was changed so far, by the names of the optimizers."""
+    wrappers = wrappers_by_name(optim_wrapper).items()
+    return {name: [p._version for p in each.parameters] for name, each in wrappers}
 
 
-def warn_of_idle(wrapper: OptimWrapper, name: str, before: list[int]) -> None:
-    """Name an optimizer that has done nothing, and does not accumulate.
+def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, list[int]]) -> None:
+    """Name each optimizer that has done nothing, and does not accumulate.
 
     Args:
-        wrapper: its wrapper.
-        name: its name among several, or "".
+        optim_wrapper: one or several.
         before: what :func:`versions` gave when the run began.
     """
-    # Some write to p.data, which has no version; but they have a state.
-    is_idle = versions(wrapper) == before and not wrapper.optimizer.state
-    if is_idle and wrapper.should_update():
-        logger.warning(
-            "The optimizer %s has made no step so far",
-            name or type(wrapper.optimizer).__name__,
-        )
+    now = versions(optim_wrapper)
+    for name, wrapper in wrappers_by_name(optim_wrapper).items():
+        # Some write to p.data, which has no version; but they have a state.
+        is_idle = now[name] == before[name] and not wrapper.optimizer.state
+        if is_idle and wrapper.should_update():
+            logger.warning(
+                "The optimizer %s has made no step so far",
+                name or type(wrapper.optimizer).__name__,
+            )
