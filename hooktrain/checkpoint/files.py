@@ -8,7 +8,7 @@ import copy
 import re
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -112,10 +112,26 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
     return load_verified(path, map_location)
 
 
-def load_verified(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
-    """Load a file that has been verified; see :func:`load_file`."""
+def load_verified(
+    path: AnyPath, map_location: str | torch.device = "cpu", *, mapped: bool = False
+) -> Any:
+    """Load a file that has been verified; see :func:`load_file`.
+
+    Args:
+        path: of the file.
+        map_location: the device on which the tensors arrive.
+        mapped: whether the tensors stay in the file, whose pages all processes of a machine share.
+            What is written to such a tensor is this process's alone. The file must not change as
+            long as one of them is in use.
+    """
     with reading(path):
-        return torch.load(path, map_location=map_location, weights_only=True)
+        # torch maps no files from before its zip container.
+        return torch.load(
+            path,
+            map_location,
+            weights_only=True,
+            mmap=mapped and zipfile.is_zipfile(path),
+        )
 
 
 @contextmanager
@@ -131,19 +147,6 @@ def reading(path: AnyPath) -> Iterator[None]:
         raise CorruptCheckpointError(
             f"{path} is no intact checkpoint: {_reason(error)}"
         ) from error
-
-
-def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of objects by name.
-
-    Raises:
-        TypeError: if a ``state_dict`` returns None, as one does that lacks its return.
-    """
-    states = {key: each.state_dict() for key, each in objects.items()}
-    for key, state in states.items():
-        if state is None:
-            raise TypeError(f"{key}.state_dict() must return a dict, not None")
-    return states
 
 
 def storable(value: Any, name: str = "") -> Any:

@@ -50,7 +50,14 @@ from hooktrain.checkpoint.files import (
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, raise_disk_full, replacing
-from hooktrain.utils.tensors import full_tensor, is_sharded, local_tensor, map_leaves
+from hooktrain.utils.tensors import (
+    full_tensor,
+    is_sharded,
+    local_tensor,
+    map_leaves,
+    shard_for,
+    shards_of,
+)
 
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
@@ -68,6 +75,8 @@ _PINNED_BYTES = 1 << 20
 
 # torch warns where one process without a process group saves, which is intended here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+# torch 2.9 warns of a call of its own.
+warnings.filterwarnings("ignore", "TypedStorage", UserWarning, filesystem.__name__)
 
 
 def save_folder(
@@ -171,8 +180,7 @@ def read_folder(
     Raises:
         CorruptCheckpointError: if it asks to run code, or was not written by :func:`save_folder`.
     """
-    own = {} if model is None else model.state_dict()
-    shards = {name: value for name, value in own.items() if is_sharded(value)}
+    shards = shards_of(model)
     tensors: dict[str, Tensor] = {}
 
     def allocate(keys: Keys, leaf: Any) -> Any:
@@ -273,9 +281,9 @@ def _empty_tensor(
     tensor: Tensor, key: str, shards: Mapping[str, Tensor], device: Any
 ) -> Tensor:
     """Memory for a tensor, sharded as the one of its shape whose name is part of its key."""
-    for name, shard in shards.items():
-        if shard.shape == tensor.shape and f".{name}." in f".{key}.":
-            return torch.empty_like(shard, dtype=tensor.dtype)
+    shard = shard_for(tensor, key, shards)
+    if shard is not None:
+        return torch.empty_like(shard, dtype=tensor.dtype)
     return torch.empty_like(tensor, device=device)
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import reprlib
+import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.names import as_list, did_you_mean
-from hooktrain.utils.tensors import shard_like
+from hooktrain.utils.tensors import map_leaves, shard_for, shard_like, shards_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +78,35 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
     """Verify and load a file or a folder on every rank; see :func:`read_checkpoint`. Collective.
 
+    The ranks divide the files of a folder among themselves to verify them, and of those that see
+    the same file on the same machine only one verifies it.
+
     Args:
-        path: of the file or folder, which every rank must be able to read. The ranks divide the
-            files of a folder among themselves to verify them.
-        model: of a folder, each rank reads only its shards of what this model has sharded.
+        path: of the file or folder, which every rank must be able to read.
+        model: if it is sharded, each rank reads only its shards from a folder. From a file, what is
+            to be sharded is mapped, until the model, its average and the optimizer take their
+            shards.
 
     Raises:
         CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
         OSError: on every rank, if one cannot open it.
     """
     rank, world_size = comm.get_rank(), comm.get_world_size()
-    on_all_ranks(lambda: verify_checkpoint(path, rank, world_size))
+    seen = on_all_ranks(lambda: _identity(path))
+    if is_folder(path):
+        on_all_ranks(lambda: verify_checkpoint(path, rank, world_size))
+    else:
+        is_first = seen.index(seen[rank]) == rank
+        on_all_ranks(lambda: verify_checkpoint(path) if is_first else None)
     states: list[State] = []
     on_all_ranks(lambda: states.append(_read(path, model)))
     return states[0]
+
+
+def _identity(path: str) -> tuple[str, int, int]:
+    """The same on two ranks if they see the same file on the same machine."""
+    found = os.stat(path)
+    return socket.gethostname(), found.st_dev, found.st_ino
 
 
 def _read(
@@ -102,8 +118,25 @@ def _read(
 
         content: Any = read_folder(path, model, map_location)
     else:
-        content = load_verified(path, map_location)
+        content = _load(path, model, map_location)
     return with_model(content, path)
+
+
+def _load(path: str, model: nn.Module | None, map_location: str | torch.device) -> Any:
+    """Load a file. What a sharded model takes its shards of stays there, and is not copied."""
+    shards = shards_of(model)
+    content = load_verified(path, map_location, mapped=bool(shards))
+    if not shards:
+        return content
+
+    def keep(keys: tuple[Any, ...], leaf: Any) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf
+        is_sharded = shard_for(leaf, ".".join(map(str, keys)), shards) is not None
+        # Who is given another tensor may keep it, when the file has been deleted.
+        return leaf if is_sharded else leaf.clone()
+
+    return map_leaves(keep, content)
 
 
 def with_model(state: Any, path: str) -> State:

@@ -43,9 +43,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     # An offloaded tensor first goes to the device where the ranks can exchange it.
-    moved: Any = tensor.to(device_of(tensor))
+    moved: Any = tensor.detach().to(device_of(tensor))
     full: Tensor = moved.full_tensor()
-    return full.detach()
+    return full
 
 
 def full_tensors(state: Any) -> Any:
@@ -112,6 +112,23 @@ def map_leaves(
     return function(path, data)
 
 
+def shards_of(model: nn.Module | None) -> dict[str, Tensor]:
+    """The sharded tensors of a model's state by name."""
+    state = {} if model is None else model.state_dict()
+    return {name: value for name, value in state.items() if is_sharded(value)}
+
+
+def shard_for(tensor: Tensor, key: str, shards: Mapping[str, Tensor]) -> Tensor | None:
+    """The sharded tensor that has this one's shape, and a name that is part of the dotted key.
+
+    Those with such a key are weights, their averages, and the state of an optimizer.
+    """
+    for name, shard in shards.items():
+        if shard.shape == tensor.shape and f".{name}." in f".{key}.":
+            return shard
+    return None
+
+
 @torch.no_grad()
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """Shard a full tensor like another one of its shape. Collective if that one is sharded.
@@ -130,8 +147,11 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     sharding: Any = like
-    # Each rank gets the whole tensor, since torch cannot send uneven shards of shards.
-    whole = distribute_tensor(value.detach(), sharding.device_mesh)
+    # Each rank gets the whole tensor, since torch cannot send uneven shards of shards. torch writes
+    # it into the tensor that it is given, which may be mapped from a file, so that is a copy.
+    mesh = sharding.device_mesh
+    copied = value.detach().to(mesh.device_type, copy=True)
+    whole = distribute_tensor(copied, mesh)
     sharded = whole.redistribute(placements=sharding.placements)
     return sharded.to(like.device)
 

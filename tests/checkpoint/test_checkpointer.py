@@ -34,11 +34,13 @@ from hooktrain.checkpoint import (
     checkpointer as checkpointer_module,
     folders,
     load_file,
+    loading,
 )
-from hooktrain.checkpoint.files import write_file
+from hooktrain.checkpoint.files import save_file, write_file
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import EMA, PeriodicCheckpointer
+from hooktrain.model.sharding import shard_model
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full, sweep
 from hooktrain.utils.tensors import full_tensors
@@ -820,6 +822,43 @@ def test_what_2_ranks_saved_is_resumed_by_others_each_its_shards(
     assert [read for _, read in results] == [[count] * 3 for count in rows]
     found, _ = results[0]
     assert_equal(found, [two[0]["folder"]] * 3 + [one])
+
+
+def private_bytes() -> int:
+    """The memory that this process shares with no other."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(1024 * int(kb) for kb in re.findall(r"Private_\w+:\s+(\d+)", text))
+
+
+def read_whole_file(path: Path) -> tuple[int, float, int]:
+    """How often this rank has verified, the mean of what was kept, and the memory it has taken."""
+    verified: list[Any] = []
+    real = loading.verify_file
+    loading.verify_file = lambda path: (verified.append(path), real(path))  # type: ignore[assignment, func-returns-value]  # of this process only
+    model = shard_model(nn.Sequential(nn.Linear(1024, 4096)), wrap={nn.Linear})
+    before = private_bytes()
+    state = Checkpointer(model).read(path)
+    grown = private_bytes() - before
+    state["model"]["0.weight"].zero_()  # what is written there is this process's alone
+    comm.synchronize()
+    assert load_file(path)["model"]["0.weight"].mean() == 1
+    comm.synchronize()
+    if comm.is_main_process():
+        path.write_bytes(bytes(path.stat().st_size))
+    comm.synchronize()
+    return len(verified), state["kept"].mean().item(), grown
+
+
+def test_ranks_share_the_memory_of_a_whole_file_and_verify_it_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.pth"
+    weight = torch.ones(4096, 1024)
+    save_file({"model": {"0.weight": weight}, "kept": torch.ones(9)}, path)
+    results = run_ranks(read_whole_file, 2, path)
+    assert [result[:2] for result in results] == [(1, 1.0), (0, 1.0)]
+    for _, _, grown in results:
+        assert grown < weight.nbytes / 2
 
 
 def test_a_folder_resumes_in_1_process_with_a_plain_model(
