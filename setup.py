@@ -46,7 +46,7 @@ setup(
     packages=find_packages(include=["hooktrain", "hooktrain.*"]),
     package_data={"hooktrain": ["py.typed", "demos/digits_data/*"]},
     install_requires=[
-        "torch>=2.13",
+        "torch>=2.9.0a0",
         "filelock>=3.30",  # torch needs it too, in any version
         "numpy>=1.24",
         "tabulate>=0.9",
@@ -58,7 +58,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
         "streams": STREAMS,
-        "vision": ["torchvision>=0.28"],
+        "vision": ["torchvision>=0.24"],
         "docs": ["pdoc>=15", *TENSORBOARD],
         "dev": [
             *TENSORBOARD,

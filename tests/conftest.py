@@ -67,18 +67,24 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield sizes
 
 
+def _environment() -> dict[str, str]:
+    # pytest sets the first between the phases of a test, torch 2.9 the second when it compiles.
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    return {k: v for k, v in os.environ.items() if k not in others}
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaks an environment variable, process, thread or process group."""
-    # pytest itself rewrites PYTEST_CURRENT_TEST between the phases of a test.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    environment = _environment()
     folder, threads = os.getcwd(), set(threading.enumerate())
     yield
-    after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    assert after == environment, "the test changed environment variables"
+    assert _environment() == environment, "the test changed environment variables"
     assert os.getcwd() == folder, "the test changed the working directory"
     if multiprocessing.active_children():
         gc.collect()  # a caught exception keeps the loader alive that raised it
+    for child in multiprocessing.active_children():
+        child.join(1)  # a loader may end a worker without waiting for it
     assert not multiprocessing.active_children(), "the test left processes behind"
     assert not dist.is_initialized(), "the test left a process group behind"
     left = [t for t in threading.enumerate() if t not in threads and not t.daemon]

@@ -101,11 +101,6 @@ class OptimWrapper:
         return self.optimizer.param_groups
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all groups."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @property
     def defaults(self) -> dict[str, Any]:
         """The optimizer's default settings."""
         return self.optimizer.defaults
@@ -235,7 +230,7 @@ class OptimWrapper:
         if self._clipping is None:
             return
         kind, limit, norm_type = self._clipping
-        parameters = self.parameters
+        parameters = [p for group in self.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return

@@ -69,7 +69,8 @@ class FSDPStrategy(BaseStrategy):
         ValueError: in :meth:`setup`, if ``mesh`` has another dimension or is for another
             number of ranks; in :meth:`wrap_model`, if ``wrap`` or ``parallelize`` does
             not fit the model.
-        RuntimeError: in :meth:`wrap_model`, without a process group.
+        RuntimeError: for a ``mesh`` of ``tensor`` or ``context`` before torch 2.10; in
+            :meth:`wrap_model`, without a process group.
     """
 
     mesh: DeviceMesh
@@ -97,6 +98,14 @@ class FSDPStrategy(BaseStrategy):
             "reshard_after_forward": reshard_after_forward,
         }
         self.mesh_sizes = dict(mesh or {})
+        if (
+            torch.__version__ < "2.10"
+            and {"tensor", "context"} & self.mesh_sizes.keys()
+        ):
+            raise RuntimeError(
+                f"mesh={mesh!r} needs torch 2.10 or later, and this is {torch.__version__}: "
+                "it puts a tensor that two dimensions divide together in a wrong order"
+            )
         self.parallelize: Any = parallelize
         if isinstance(parallelize, str):
             self.parallelize = locate(parallelize)

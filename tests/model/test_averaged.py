@@ -194,7 +194,7 @@ def test_an_update_does_not_wait_for_the_device() -> None:
     model = Net()
     average = StochasticWeightAverage(model)
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu) as profile:
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         average.update_parameters(model)
     calls = {event.key for event in profile.key_averages()}
     assert {"aten::_foreach_lerp_", "aten::_foreach_copy_"} <= calls

@@ -100,12 +100,11 @@ class TrainerBase(engine.TrainerBase):
         """Whether a checkpoint would now hold everything that a resumed run needs."""
         return self._trainer is None or bool(self._trainer.can_save)
 
-    def find_non_finite(self) -> set[str]:
-        """Name what must not be saved, also of the inner trainer; see the base class."""
-        found = super().find_non_finite()
+    def check_finite(self) -> None:
+        """Refuse what must not be saved, also of the inner trainer."""
+        super().check_finite()
         if self._trainer is not None:
-            found |= self._trainer.find_non_finite()
-        return found
+            self._trainer.check_finite()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs; see the base class."""

@@ -62,6 +62,7 @@ class TorchProfiler(HookBase):
             with_stack=True,
             with_flops=True,
             on_trace_ready=write,
+            acc_events=True,  # without it some releases of torch warn
         )
         self._profiler.start()
 

@@ -30,6 +30,7 @@ from hooktrain.strategy import create_ddp_model
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor
 from processes import wait_until
+from releases import needs_records
 from toys import Idle, LinearLoss, Two, batches
 
 
@@ -389,6 +390,7 @@ def print_where_it_hangs(folder: Path) -> None:
     comm.synchronize()
 
 
+@needs_records
 def test_ranks_that_hang_at_one_place_print_it_once_with_who_is_there(
     tmp_path: Path,
 ) -> None:
