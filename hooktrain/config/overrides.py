@@ -14,7 +14,7 @@ from hooktrain.config.config_dict import (
 )
 from hooktrain.config.plain_data import dotted_lines, to_data
 from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.periods import EPOCHS
+from hooktrain.utils.periods import PERIOD
 
 # Words of command lines and JSON that literal_eval does not know.
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "": ""}
@@ -26,7 +26,7 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     - ``a.b=3`` sets an existing key. The value is a Python literal (number, quoted text, list,
       tuple, dict), or one of true, false, none, null in any case, or else a text, all after the
       first ``=``. It replaces what was there; dicts are not merged. In the place of anything but
-      a text or None, a text needs quotes, unless it is like ``1 epoch``.
+      a text or None, a text needs quotes, unless it is like ``1 epoch`` or ``10 minutes``.
     - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way; for a list, the
       index that is its length appends.
     - ``~a.b`` deletes a key or a list item.
@@ -120,7 +120,7 @@ def parse_value(text: str) -> Any:
 def _check_text(node: Any, key: Any, override: str) -> None:
     """Refuse a text that was probably meant to be something else."""
     text = override.partition("=")[2]
-    if "${" in text or EPOCHS.fullmatch(text):
+    if "${" in text or PERIOD.fullmatch(text):
         return
     old = None
     if key in known_keys(node):

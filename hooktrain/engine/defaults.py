@@ -240,7 +240,8 @@ def default_hooks(
         scheduler: see :class:`hooktrain.engine.hooks.LRScheduler`; or such a hook. Without any the
             rate is only recorded.
         checkpointer: what saves.
-        checkpoint_period: in iterations, or a text such as ``"1 epoch"``, as the other periods.
+        checkpoint_period: in iterations, or a text such as ``"1 epoch"`` or ``"10 minutes"``; so is
+            ``eval_period``.
         max_to_keep: how many periodic checkpoints to keep; None keeps all.
         eval_function: see :class:`hooktrain.engine.hooks.EvalHook`; None never evaluates.
         eval_period: 0 evaluates at the end only.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hooktrain.engine.clock import Clock
 from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.utils import comm
 from hooktrain.utils.names import is_loss
@@ -104,12 +105,13 @@ class LossRecorder:
             self._storage.put_scalar("rank_data_time", data_time, True, iteration)
             self._data_times[iteration] = data_time
 
-    def exchange(self, finished: int, stop_requested: bool) -> int:
+    def exchange(self, finished: int, stop_requested: bool, clock: Clock) -> int:
         """Put the means over the ranks of the finished iterations into the storage.
 
         Args:
             finished: the number of finished iterations.
             stop_requested: whether a stop was requested on this rank.
+            clock: of the trainer; learns the most seconds of any rank.
 
         Returns:
             The highest rank on which a stop was requested, or -1.
@@ -119,7 +121,9 @@ class LossRecorder:
         times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        stopping, slowest, sums = self._reduce(waiting, times, first, stop_requested)
+        numbers = [comm.get_rank() if stop_requested else -1, clock.own, *times]
+        largest, sums = self._reduce(waiting, numbers, first, finished)
+        stopping, clock.agreed, *slowest = largest
         for name, column in self._columns.items():
             for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:
@@ -127,16 +131,16 @@ class LossRecorder:
         for i, seconds in enumerate(slowest, first):
             if seconds >= 0:
                 self._storage.put_scalar("data_time", seconds, cur_iter=i)
-        return stopping
+        return int(stopping)
 
     def _reduce(
         self,
         waiting: Mapping[str, HistoryBuffer],
-        times: list[float],
+        numbers: list[float],
         first: int,
-        stop_requested: bool,
-    ) -> tuple[int, list[float], NDArray[np.float64]]:
-        """Learn who requests a stop, the slowest times, and the sums of the values.
+        finished: int,
+    ) -> tuple[list[float], NDArray[np.float64]]:
+        """Take the maxima of numbers over the ranks, and the sums of the values.
 
         Two collectives are in flight at once, so that they take the time of one: a maximum, and
         a sum of the values whose names all ranks know. Each rank puts its number into the maximum
@@ -148,20 +152,19 @@ class LossRecorder:
         while True:
             new = [name for name in waiting if name not in self._columns]
             has_new = rank if new else -1
-            stopping = rank if stop_requested else -1
-            largest = torch.tensor([has_new, stopping, *times], dtype=torch.float64)
+            largest = torch.tensor([has_new, *numbers], dtype=torch.float64)
             maximum = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
             # The sums of the values, and how many there are.
-            sums = np.zeros((len(times), len(self._columns), 2))
+            sums = np.zeros((finished - first, len(self._columns), 2))
             for name in waiting.keys() & self._columns.keys():
                 for value, i in waiting[name].since(first):
                     sums[i - first, self._columns[name]] += (value, 1)
             if sums.size:
                 dist.all_reduce(torch.from_numpy(sums), group=group)
             maximum.wait()
-            speaker, highest, *slowest = largest.tolist()
+            speaker, *maxima = largest.tolist()
             if speaker < 0:
-                return int(highest), slowest, sums
+                return maxima, sums
             for name in comm.broadcast(new, int(speaker)):
                 self._columns[name] = len(self._columns)
 

@@ -23,7 +23,7 @@ def train_settings() -> dict[str, Any]:
         # What --resume loads: None is all, else a list such as ["model", "trainer.optimizer"].
         resume_parts=None,
         max_iter=None,  # where the run ends, such as 90000
-        max_epochs=None,  # in place of max_iter. Periods may be texts such as "1 epoch"
+        max_epochs=None,  # in place of max_iter. Periods may be "1 epoch" or "10 minutes"
         epoch_length=None,  # iterations of an epoch; None asks the loader
         seed=1,  # None draws one and writes it into config.json, where --resume takes it from
         # "auto" takes the processes that there are. Others are a name such as "FSDPStrategy", or a

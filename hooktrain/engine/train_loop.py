@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from hooktrain import __version__
+from hooktrain.engine.clock import Clock
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.preflight import warn_of_events
 from hooktrain.events import EventStorage
@@ -112,6 +113,7 @@ class TrainerBase:
         storage: holds the metrics.
         stop_reason: why the run ends early, once all ranks know it.
         sync_period: the number of iterations from one exchange of the ranks to the next.
+        clock: the seconds in the steps, by which periods such as "10 minutes" end.
         meta: plain values that each checkpoint holds, such as the configuration.
         state_parts: the names of the parts of the state that can be loaded alone.
     """
@@ -146,6 +148,7 @@ class TrainerBase:
         self._hooks: list[HookBase] = []
         self.storage = EventStorage()
         self.meta: dict[str, Any] = {}
+        self.clock = Clock()
         self._losses = LossRecorder(self.storage)
 
     @property
@@ -256,6 +259,7 @@ class TrainerBase:
         hooks = self._named_hooks()
         mine = {name: getattr(self, name) for name in _SHARED}
         ranks = comm.all_gather((list(hooks), mine))
+        self.clock.is_shared = len(ranks) > 1
         for name, value in ranks[0][1].items():
             setattr(self, name, value)
         for name, hook in hooks.items():
@@ -269,6 +273,7 @@ class TrainerBase:
         seed_step(self.seed, self.iter, self._rank)
         self._is_checked = False
         self.storage.iter = self.iter
+        self.clock.begin_step()
         for hook in self._hooks:
             hook.before_step()
 
@@ -287,6 +292,7 @@ class TrainerBase:
         self.done = self.iter + 1
         if self.done % self.sync_period == 0 or self.is_last:
             self.synchronize()
+        self.clock.end_step()
         for hook in self._hooks:
             hook.after_step()
         if self._late_error is not None:
@@ -346,7 +352,8 @@ class TrainerBase:
     def synchronize(self) -> None:
         """Exchange metrics and requests to stop, and check the losses. A collective."""
         if comm.get_world_size() > 1:
-            rank = self._losses.exchange(self.done, self._stop_request is not None)
+            is_asking = self._stop_request is not None
+            rank = self._losses.exchange(self.done, is_asking, self.clock)
             if rank >= 0 and self.stop_reason is None:
                 self.stop_reason = comm.broadcast(self._stop_request, rank)
                 logger.info("Stopping, since rank %d asks: %s", rank, self.stop_reason)

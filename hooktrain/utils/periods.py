@@ -1,4 +1,4 @@
-"""Periods in iterations, or in epochs as ``"1 epoch"``."""
+"""Periods in iterations, in epochs as ``"1 epoch"``, or in time as ``"10 minutes"``."""
 
 import logging
 import math
@@ -10,7 +10,10 @@ from typing import Any, SupportsIndex
 
 logger = logging.getLogger(__name__)
 
-EPOCHS = re.compile(r"(\d+|\d*\.\d+) epochs?")  # the text of a number of epochs
+# The text of a period.
+PERIOD = re.compile(r"(\d+|\d*\.\d+) (epoch|second|minute|hour)s?")
+
+_SECONDS = {"epoch": 0, "second": 1, "minute": 60, "hour": 3600}
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class Period:
                     ...
 
     Args:
-        every: a number of iterations, or a text such as ``"1 epoch"`` or ``"0.5 epochs"``. 0 is
-            never due.
+        every: a number of iterations, or a text such as ``"1 epoch"``, ``"0.5 epochs"``,
+            ``"10 minutes"``, ``"30 seconds"`` or ``"1 hour"``. Time is that of the trainer's steps;
+            see :class:`hooktrain.engine.clock.Clock`. 0 is never due.
 
     Raises:
         ValueError: for a negative number or a fraction of an iteration, or another text.
@@ -38,15 +42,11 @@ class Period:
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str):
-            _epochs_in(self.every)
+            _parse(self.every)
         elif self.every < 0 or self.every % 1:
             raise ValueError(
                 f"a period is a whole number of iterations from 0 on, not {self.every!r}"
             )
-
-    def in_iterations(self, epoch_length: int | None) -> int:
-        """The number of iterations; see :func:`in_iterations`."""
-        return in_iterations(self.every, epoch_length)
 
     def is_due(self, trainer: Any) -> bool:
         """Whether a period ends with the iteration that a trainer has just finished.
@@ -54,6 +54,10 @@ class Period:
         Raises:
             ValueError: for a period in epochs, if their length is not known.
         """
+        if isinstance(self.every, str):
+            _, seconds = _parse(self.every)
+            if seconds:
+                return bool(trainer.clock.has_passed(seconds))
         iterations = in_iterations(self.every, trainer.epoch_length)
         return iterations > 0 and bool(trainer.done % iterations == 0)
 
@@ -62,7 +66,6 @@ class Period:
         return bool(trainer.is_last) or self.is_due(trainer)
 
 
-@lru_cache  # periods ask after each iteration
 def in_iterations(number: int | str, epoch_length: int | None) -> int:
     """The iterations that a number of iterations, or a text such as ``"0.5 epochs"``, stands for.
 
@@ -74,11 +77,13 @@ def in_iterations(number: int | str, epoch_length: int | None) -> int:
         epoch_length: the iterations of an epoch; None if that is not known.
 
     Raises:
-        ValueError: for another text, or for epochs if their length is not known.
+        ValueError: for another text, for a time, or for epochs if their length is not known.
     """
     if not isinstance(number, str):
         return number
-    epochs = _epochs_in(number)
+    epochs, seconds = _parse(number)
+    if seconds:
+        raise ValueError(f"give iterations or epochs here, no time: {number!r}")
     if epoch_length is None:
         raise ValueError(
             f"nobody knows how many iterations {number!r} are: the loader has no length. "
@@ -87,13 +92,17 @@ def in_iterations(number: int | str, epoch_length: int | None) -> int:
     return math.ceil(epochs * epoch_length)
 
 
-def _epochs_in(text: str) -> Fraction:
-    match = EPOCHS.fullmatch(text)
+@lru_cache  # periods ask after each iteration
+def _parse(text: str) -> tuple[Fraction, Fraction]:
+    """The number in a text, and the seconds that it is; 0 if it counts epochs."""
+    match = PERIOD.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"give a number of iterations, or a text like '1 epoch', not {text!r}"
+            "give a number of iterations, or a text like '1 epoch' or '10 minutes', not "
+            f"{text!r}"
         )
-    return Fraction(match[1])
+    number = Fraction(match[1])
+    return number, number * _SECONDS[match[2]]
 
 
 def end_of_run(

@@ -106,3 +106,10 @@ def test_a_text_in_the_place_of_something_else_is_refused(override: str) -> None
     with pytest.raises(ValueError, match="quotes") as err:
         apply_overrides(config(), [override])
     assert repr(override) in str(err.value)
+
+
+@pytest.mark.parametrize("period", ["2 epochs", "10 minutes"])
+def test_a_period_may_be_a_text_in_the_place_of_a_number(period: str) -> None:
+    cfg = ConfigDict(train={"eval_period": 5000})
+    apply_overrides(cfg, [f"train.eval_period={period}"])
+    assert cfg.train.eval_period == period

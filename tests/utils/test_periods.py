@@ -1,4 +1,4 @@
-"""Periods in iterations and in epochs."""
+"""Periods in iterations, in epochs and in time."""
 
 from types import SimpleNamespace
 
@@ -31,6 +31,7 @@ def test_epochs_become_iterations(
         ("20", 10, "not '20'"),
         ("-1 epochs", 10, "'-1 epochs'"),
         ("2 epochs", None, "'2 epochs'"),
+        ("10 minutes", 10, "no time: '10 minutes'"),
     ],
 )
 def test_another_text_and_an_unknown_length_are_refused(
@@ -57,7 +58,7 @@ def test_a_period_is_due_where_it_ends(
     assert [t.done for t in trainers if Period(every).is_due(t)] == due
 
 
-@pytest.mark.parametrize("every", [-1, 0.5, "10 minutes", ""])
+@pytest.mark.parametrize("every", [-1, 0.5, "10 days", "10", ""])
 def test_an_impossible_period_is_refused_at_once(every: int | str) -> None:
     with pytest.raises(ValueError, match="iterations"):
         Period(every)

@@ -9,7 +9,7 @@ from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
 from hooktrain.engine.preflight import another_model
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.utils.file_io import publish
-from hooktrain.utils.periods import Period
+from hooktrain.utils.periods import Period, in_iterations
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class PeriodicCheckpointer(HookBase):
 
     Args:
         checkpointer: what saves.
-        period: in iterations, at least 1; in a trainer also like ``"1 epoch"``.
+        period: in iterations, at least 1; in a trainer also like ``"1 epoch"`` or ``"10 minutes"``.
         max_iter: the number of iterations of the run, which a trainer sets. None if the end is not
             known, so that no final file is written.
         max_to_keep: how many numbered ones to keep, at least 1; None keeps all. The count is that
@@ -117,7 +117,7 @@ class PeriodicCheckpointer(HookBase):
         if self.trainer is None:
             if not self._has_begun:
                 self._begin(is_new=iteration == 0)
-            period = self.period.in_iterations(None)
+            period = in_iterations(self.period.every, None)
             is_time = (iteration + 1) % period == 0 or self._is_last(iteration)
         else:
             is_time = self._is_time()

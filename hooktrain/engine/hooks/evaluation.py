@@ -42,7 +42,8 @@ class EvalHook(HookBase):
     and it ends the run at once.
 
     Args:
-        eval_period: in iterations, or like ``"1 epoch"``; 0 evaluates at the end only.
+        eval_period: in iterations, or like ``"1 epoch"`` or ``"1 hour"``; 0 evaluates at the end
+            only.
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
         eval_after_train: whether to evaluate at the end.
 

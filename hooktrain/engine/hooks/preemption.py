@@ -134,8 +134,11 @@ class Preemption(HookBase):
             return 0
         now = time.monotonic()
         seconds = (now - self._exchanged_at) / (done - self._exchanged)  # an iteration
-        together = torch.tensor([self._received, seconds], dtype=torch.float64)
-        number, slowest = comm.all_reduce(together, dist.ReduceOp.MAX).tolist()
+        clock = self.trainer.clock
+        together = [self._received, seconds, clock.own]
+        largest = torch.tensor(together, dtype=torch.float64)
+        comm.all_reduce(largest, dist.ReduceOp.MAX)
+        number, slowest, clock.agreed = largest.tolist()
         self._exchanged, self._exchanged_at = done, now
         in_time = int(_ASK_SECONDS / max(slowest, 1e-6))
         period = self.trainer.sync_period

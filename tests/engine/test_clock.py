@@ -1,0 +1,109 @@
+"""Periods in time: they end by the seconds of the steps, on all ranks alike."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import HookBase
+from hooktrain.engine.hooks import (
+    BestCheckpointer,
+    CallbackHook,
+    EvalHook,
+    PeriodicCheckpointer,
+    Preemption,
+)
+from hooktrain.strategy import create_ddp_model
+from hooktrain.utils import comm
+from hooktrain.utils.periods import Period
+from toys import Idle, linear_trainer
+
+
+class SlowSteps(HookBase):
+    """By the trainer's clock each step takes so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.time = 5.0
+
+    def before_train(self) -> None:
+        self.trainer.clock.read = lambda: self.time
+
+    def after_backward(self) -> None:
+        self.time += self.seconds
+
+
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [
+        ("2 minutes", [3, 6, 8, 11, 14, 16, 19]),
+        ("90 seconds", [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
+        ("0.1 hours", [8, 16]),
+        ("1 second", [*range(1, 21)]),
+    ],
+)
+def test_a_period_in_time_is_due_where_a_multiple_of_it_passes_in_the_steps(
+    every: str, due: list[int]
+) -> None:
+    seen = []
+    slow = SlowSteps(45)
+
+    def look(trainer: Any) -> None:
+        if Period(every).is_due(trainer):
+            assert Period(every).is_due(trainer)  # all hooks see the same
+            seen.append(trainer.done)
+            slow.time += 1000  # as an evaluation that takes longer than its period
+
+    Idle(slow, CallbackHook(after_step=look)).train(0, 20)
+    assert seen == due
+
+
+def test_evaluations_and_checkpoints_may_come_by_time(tmp_path: Path) -> None:
+    trainer = linear_trainer()
+    evaluated = []
+
+    def evaluate() -> dict[str, float]:
+        evaluated.append(trainer.done)
+        return {"accuracy": len(evaluated)}
+
+    saver = Checkpointer(trainer.model, str(tmp_path), trainer=trainer)
+    every = "10 minutes"
+    trainer.register_hooks(
+        [
+            SlowSteps(130),
+            EvalHook(every, evaluate),
+            BestCheckpointer(every, saver, "accuracy", "max"),
+            PeriodicCheckpointer(saver, every),
+        ]
+    )
+    trainer.train(0, 12)
+    assert evaluated == [5, 10, 12]
+    names = {path.name for path in tmp_path.glob("*.pth")}
+    numbered = {"model_0000004.pth", "model_0000009.pth"}
+    assert names == {*numbered, "model_final.pth", "model_best.pth"}
+
+
+def due_on_ranks(folder: str) -> list[int]:
+    """Where a period in time ends if the first rank takes the most time."""
+    seen = []
+
+    def look(trainer: Any) -> None:
+        if Period("10 minutes").is_due(trainer):
+            seen.append(trainer.done)
+
+    trainer = linear_trainer(gather_metric_period=3)
+    trainer.model = create_ddp_model(trainer.model)
+    saver = Checkpointer(trainer.model, folder, trainer=trainer)
+    slow = SlowSteps(70 if comm.get_rank() else 250)
+    trainer.register_hooks([slow, CallbackHook(after_step=look), Preemption(saver)])
+    trainer.train(0, 10)
+    return seen
+
+
+def test_all_ranks_see_a_period_in_time_end_after_the_same_iteration(
+    tmp_path: Path,
+) -> None:
+    # 750 s are known when Preemption has asked in iteration 3. Then the metrics tell.
+    assert run_ranks(due_on_ranks, 2, str(tmp_path)) == [[4, 6, 9]] * 2
