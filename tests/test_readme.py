@@ -21,6 +21,7 @@ from hooktrain.engine import hooks
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors
 from processes import run_program
+from releases import needs_meshes
 from toys import linear_trainer
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +86,7 @@ def test_two_fresh_runs_of_the_readmes_program_agree_bit_for_bit(
     assert_same_end(*(folder / "output" / "readme" for folder in folders))
 
 
+@needs_meshes
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
     first = "import os, vision; os.environ['TORCH_HOME'] = 'downloads'"
     first += "; os.environ.update(HF_HUB_OFFLINE='1', HF_HOME='downloads')"
@@ -176,6 +178,7 @@ def divided(program: str) -> tuple[float, Any]:
     return loss.item(), full_tensors(model.state_dict())
 
 
+@needs_meshes
 def test_the_model_that_the_guide_divides_computes_what_it_did() -> None:
     (program,) = [block for block in programs(GUIDE) if "ColwiseParallel()" in block]
     (loss, weights), (other, _) = run_ranks(divided, 2, program)
