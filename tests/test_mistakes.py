@@ -467,7 +467,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(Stateless(), saving), TypeError, "Stateless.state_dict"),
     (lambda: Checkpointer(Net()).load(ROOT), IsADirectoryError, "README"),
     (lambda: default_writers(""), ValueError, "output_dir"),
-    (nothing_saved, TypeError, "'mine'"),
+    (nothing_saved, TypeError, "mine.state_dict"),
     (one_name, TypeError, r"\['trainer'\]"),
     (other_head, ValueError, r"'weight', \(3, 4\), \(2, 4\)"),
 ]

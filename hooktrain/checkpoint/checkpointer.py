@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hooktrain.checkpoint.files import CorruptCheckpointError, storable, write_file
+from hooktrain.checkpoint.files import (
+    CorruptCheckpointError,
+    states_of,
+    storable,
+    write_file,
+)
 from hooktrain.checkpoint.loading import (
     choose_parts,
     load_model_state,
@@ -148,7 +153,7 @@ class Checkpointer:
             RuntimeError: if another run is using the folder.
             OSError: if the folder cannot be made.
         """
-        storable(self._states())
+        storable(states_of(self.checkpointables))
         if not (self.save_to_disk and self.save_dir):
             return
         os.makedirs(self.save_dir, exist_ok=True)
@@ -161,13 +166,6 @@ class Checkpointer:
                 names,
             )
 
-    def _states(self) -> State:
-        states = {key: item.state_dict() for key, item in self.checkpointables.items()}
-        for key, state in states.items():
-            if state is None:
-                raise TypeError(f"state_dict() of {key!r} must return a dict, not None")
-        return states
-
     def content(self, extra: State) -> State:
         """The content of a checkpoint, which a subclass may change.
 
@@ -175,7 +173,8 @@ class Checkpointer:
             extra: the further entries that were given to :meth:`save`.
         """
         # Unlike a display in braces, dict() refuses two entries of one name.
-        return dict(model=self.model.state_dict(), **self._states(), **extra)
+        states = states_of(self.checkpointables)
+        return dict(model=self.model.state_dict(), **states, **extra)
 
     def save(
         self,

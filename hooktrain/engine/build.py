@@ -177,10 +177,8 @@ def scale_lr_by_batch(cfg: Any, optim_wrapper: Wrappers, loader: Any) -> None:
     Raises:
         ValueError: if one of the two sizes is missing.
     """
-    size = getattr(loader, "total_batch_size", None)
-    if size is None:
-        own = getattr(loader, "batch_size", None) or 0
-        size = comm.data_parallel_size() * own
+    own = getattr(loader, "batch_size", None) or 0
+    size = getattr(loader, "total_batch_size", comm.data_parallel_size() * own)
     scale_lr(optim_wrapper, size, cfg.train.auto_scale_lr.base_batch_size)
 
 

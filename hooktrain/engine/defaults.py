@@ -178,8 +178,9 @@ def _drawn_seed(folder: str, earlier: str) -> Any:
     except (ValueError, LookupError, TypeError):
         seed = saved_seed(folder)
     if seed is not None:
-        message = "config.json is missing or damaged: a checkpoint has the seed %d"
-        logger.warning(message, seed)
+        logger.warning(
+            "config.json is missing or damaged: a checkpoint has the seed %d", seed
+        )
     return seed
 
 

@@ -99,10 +99,9 @@ class LossRecorder:
         target = self._storage if self._alone else self._waiting
         for name, value in values.items():
             target.put_scalar(name, value, True, iteration)
-        if self._alone:
-            self._storage.put_scalar("data_time", data_time, True, iteration)
-        else:
-            self._storage.put_scalar("rank_data_time", data_time, True, iteration)
+        name = "data_time" if self._alone else "rank_data_time"
+        self._storage.put_scalar(name, data_time, True, iteration)
+        if not self._alone:
             self._data_times[iteration] = data_time
 
     def exchange(self, finished: int, stop_requested: bool, clock: Clock) -> int:

@@ -3,19 +3,17 @@
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver import OptimWrapper
-from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.build import Wrappers
+from hooktrain.solver.checks import check_optimizers
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import compute_device
 
@@ -27,24 +25,7 @@ _OF_OTHERS = re.compile(
 )
 
 
-def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
-    """Why something does not belong to the model that a trainer trains, or "".
-
-    Args:
-        owner: what has the parameters, such as ``"the optimizer"``.
-        parameters: one of them has to be the model's.
-        trained: the trainer's model. If it has no parameters, it fits everything.
-    """
-    own = set(trained.parameters())
-    if not own or not own.isdisjoint(parameters):
-        return ""
-    return (
-        f"{owner} has the parameters of another model than the trainer: build it from the "
-        "model that is trained"
-    )
-
-
-def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
+def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
     """Refuse what cannot be meant, and warn of what can. Nothing is computed.
 
     Args:
@@ -54,30 +35,15 @@ def check_parts(model: nn.Module, optim_wrapper: Any) -> None:
     Raises:
         ValueError: if the optimizers have no parameter of the model.
     """
-    names = parameter_names(model)
-    wrappers = wrappers_by_name(optim_wrapper).values()
-    groups = [group for each in wrappers for group in each.param_groups]
-    trained = {p for group in groups for p in group["params"]}
-    problem = another_model("the optimizer", trained, model)
-    if problem:
-        raise ValueError(problem)
-    unsaved = len(trained - names.keys())
-    if unsaved:
-        logger.warning(
-            "%d parameters of the optimizer are not the model's, nor saved", unsaved
-        )
-    left = [n for p, n in names.items() if p.requires_grad and p not in trained]
-    if left:
-        logger.warning(
-            "%d trainable parameters are in no optimizer, and stay as they are: %s, ... "
-            "If that is meant, set requires_grad_(False)",
-            len(left),
-            left[:5],
-        )
+    check_optimizers(model, optim_wrapper)
     for name in _lists_of_layers(model):
         logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
-    if comm.get_world_size() > 1:
-        _check_ranks(model)
+    is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
+    is_whole = is_wrapped or computes_together(model)
+    if comm.get_world_size() > 1 and not is_whole:
+        logger.warning(
+            "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
+        )
 
 
 def _lists_of_layers(model: nn.Module) -> Iterator[str]:
@@ -87,28 +53,6 @@ def _lists_of_layers(model: nn.Module) -> Iterator[str]:
             items = value if isinstance(value, list | tuple) else ()
             if any(isinstance(item, nn.Module) for item in items):
                 yield f"{path}.{key}"
-
-
-def versions(wrapper: OptimWrapper) -> list[int]:
-    """How often each parameter of an optimizer was changed so far."""
-    return [p._version for group in wrapper.param_groups for p in group["params"]]
-
-
-def warn_of_idle(wrapper: OptimWrapper, name: str, before: list[int]) -> None:
-    """Name an optimizer that has done nothing, and does not accumulate.
-
-    Args:
-        wrapper: its wrapper.
-        name: its name among several, or "".
-        before: what :func:`versions` gave when the run began.
-    """
-    # Some write to p.data, which has no version; but they have a state.
-    is_idle = versions(wrapper) == before and not wrapper.optimizer.state
-    if is_idle and wrapper.should_update():
-        logger.warning(
-            "The optimizer %s has made no step so far",
-            name or type(wrapper.optimizer).__name__,
-        )
 
 
 def warn_of_lost_calls(trainer: Any) -> None:
@@ -134,32 +78,17 @@ def warn_of_lost_calls(trainer: Any) -> None:
         )
 
 
-def _check_ranks(model: nn.Module) -> None:
-    """Warn if several ranks would train models of their own."""
-    is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
-    if not is_wrapped and not computes_together(model):
-        logger.warning(
-            "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
-        )
-
-
 def log_size(model: nn.Module) -> None:
-    """Log how many parameters a model has, and for the log file a table of its parts.
-
-    What several parts share is counted in each of them, and once in the total.
-    """
+    """Log how many parameters a model has, and for the log file the model itself."""
     bare = unwrap_model(model)
-    rows: list[tuple[Any, ...]] = []
-    for name, part in [*bare.named_children(), ("total", bare)]:
-        there = [p for p in part.parameters() if not is_lazy(p)]
-        count = sum(p.numel() for p in there)
-        trainable = sum(p.numel() for p in there if p.requires_grad)
-        rows.append((name, count, trainable))
-    table = tabulate(rows, ["part", "parameters", "trainable"], intfmt=",")
-    logger.debug("%s:\n%s", type(bare).__name__, table)
-    device = compute_device(bare).type
+    logger.debug("Model:\n%s", bare)
+    sizes = [(p.numel(), p.requires_grad) for p in bare.parameters() if not is_lazy(p)]
     logger.info(
-        "%s parameters, on %d x %s", f"{count:,}", comm.get_world_size(), device
+        "%s parameters, %s of them trainable, on %d x %s",
+        f"{sum(size for size, _ in sizes):,}",
+        f"{sum(size for size, is_trained in sizes if is_trained):,}",
+        comm.get_world_size(),
+        compute_device(bare).type,
     )
 
 

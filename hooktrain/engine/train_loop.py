@@ -4,13 +4,15 @@ import logging
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from hooktrain import __version__
+from hooktrain.checkpoint.files import states_of
 from hooktrain.engine.clock import Clock
-from hooktrain.engine.losses import LossRecorder
+from hooktrain.engine.losses import LOOK_AGAIN, LossRecorder
 from hooktrain.engine.preflight import warn_of_events
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
@@ -367,17 +369,22 @@ class TrainerBase:
         Raises:
             FloatingPointError: on all ranks, if a loss or a weight of any rank is not finite.
         """
-        if comm.get_world_size() > 1:
-            self.synchronize()
-        on_all_ranks(self.check_finite)
+        self.synchronize()
+        # What is broken is found first, since hooks may gather their states.
+        on_all_ranks(partial(self._refuse, self.find_non_finite()))
         self._is_checked = True
 
-    def check_finite(self) -> None:
-        """Raise a FloatingPointError for losses that are not finite. No collective.
+    def find_non_finite(self) -> set[str]:
+        """Name what became infinite or NaN in this run and would be saved; here nothing."""
+        return set()
 
-        A subclass adds what else must not be saved.
-        """
+    def _refuse(self, broken: set[str]) -> None:
         self._losses.check(self.done)
+        if broken:
+            raise FloatingPointError(
+                f"Infinite or NaN at iteration={self.iter}, and not saved: "
+                f"{sorted(broken)[:10]}\n{LOOK_AGAIN}"
+            )
 
     @property
     def can_save(self) -> bool:
@@ -395,7 +402,7 @@ class TrainerBase:
             FloatingPointError: if a loss was not finite, or if weights are not.
         """
         if not self._is_checked:
-            self.check_finite()
+            self._refuse(self.find_non_finite())
         self._is_checked = False
         meta = {
             "hooktrain": __version__,
@@ -413,14 +420,8 @@ class TrainerBase:
 
     def _hook_states(self) -> dict[str, Any]:
         """The states of the hooks that have one."""
-        states = {}
-        for key, hook in self._named_hooks().items():
-            state = hook.state_dict()
-            if state is None:
-                raise TypeError(f"{key}.state_dict() must return a dict, not None")
-            if state:
-                states[key] = state
-        return states
+        states = states_of(self._named_hooks())
+        return {key: state for key, state in states.items() if state}
 
     def check_state_dict(
         self, state_dict: State, *, only: Collection[str] | None = None

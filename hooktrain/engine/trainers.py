@@ -11,24 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
-from hooktrain.engine.losses import LOOK_AGAIN
-from hooktrain.engine.preflight import (
-    check_parts,
-    log_size,
-    versions,
-    warn_of_idle,
-    warn_of_lost_calls,
-)
+from hooktrain.engine.preflight import check_parts, log_size, warn_of_lost_calls
 from hooktrain.engine.train_loop import State, TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
+from hooktrain.solver.checks import versions, warn_of_idle
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import warn_of_own_buffers
-from hooktrain.utils import comm
 from hooktrain.utils.names import add_note
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import mover_to, non_finite
@@ -100,9 +93,6 @@ class ModelTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         # What was infinite or NaN when the run began, such as masks; None before any run.
         self._not_finite_before: set[str] | None = None
-        self._are_buffers_new = False  # the ranks have not compared them in this run
-        # The versions of the parameters when the run began, by the names of their optimizers.
-        self._first_versions: dict[str, list[int]] = {}
 
     @property
     def batches_per_step(self) -> int:
@@ -144,33 +134,35 @@ class ModelTrainer(TrainerBase):
         """Move a batch to the model's device. A subclass may do more."""
         return self._move(data)
 
+    def _next_batch(self, batches: Iterator[Any]) -> tuple[Any, float]:
+        """The next batch on the model's device, and the seconds that it took."""
+        start = time.perf_counter()
+        batch = self.prepare_batch(next(batches))
+        return batch, time.perf_counter() - start
+
     def before_train(self) -> None:
         """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
         super().before_train()
         self._move = mover_to(self.model)  # the model may have moved since the last run
-        self._not_finite_before = self._find_non_finite()
-        self._are_buffers_new = True
-        wrappers = wrappers_by_name(self.optim_wrapper)
-        self._first_versions = {name: versions(each) for name, each in wrappers.items()}
+        self._not_finite_before = set()
+        self._not_finite_before = self.find_non_finite()
+        # When the run began; empty when that was looked at.
+        self._first_versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
             # It comes last, since a loader may draw random numbers as it starts.
             self._data_loader_iter.start()
 
     def after_step(self) -> None:
-        """Exchange metrics and call the hooks; after the first period name idle optimizers."""
+        """Exchange metrics, call the hooks, and after the first period warn of mistakes."""
         super().after_step()
-        if self.done % self.sync_period == 0 or self.is_last:
-            self._look_once()
-
-    def _look_once(self) -> None:
-        """Once a run warn of optimizers without a step, and of what ``run_step`` leaves out."""
-        wrappers = wrappers_by_name(self.optim_wrapper)
-        if self._first_versions and type(self).run_step.__module__ != __name__:
-            warn_of_lost_calls(self)
-        for name, before in self._first_versions.items():
-            warn_of_idle(wrappers[name], name, before)
-        self._first_versions = {}
+        is_end = self.done % self.sync_period == 0 or self.is_last
+        if self._first_versions and is_end:
+            if type(self).run_step.__module__ != __name__:
+                warn_of_lost_calls(self)
+            warn_of_idle(self.optim_wrapper, self._first_versions)
+            warn_of_own_buffers(self.model)
+            self._first_versions = {}
 
     def _check_mode(self) -> None:
         if self._begun is None:
@@ -183,39 +175,20 @@ class ModelTrainer(TrainerBase):
                 "the model is in evaluation mode: after model.eval() call model.train()"
             )
 
-    def prepare_save(self) -> None:
-        """Check that everything is finite; before the first save of a run compare buffers too."""
-        super().prepare_save()
-        # DistributedDataParallel may give all ranks the first one's before each forward pass.
-        have_own = not getattr(self.model, "broadcast_buffers", False)
-        if self._are_buffers_new and have_own and comm.get_world_size() > 1:
-            warn_of_own_buffers(self.model)
-        self._are_buffers_new = False
+    def find_non_finite(self) -> set[str]:
+        """Name the tensors of a checkpoint that became infinite or NaN in this run.
 
-    def check_finite(self) -> None:
-        """Refuse losses, weights and states that became infinite or NaN in this run.
-
-        The states are those of the optimizer and of the hooks, such as an average of the weights.
+        They are those of the model, of the optimizer, and of the hooks, such as an average.
         """
-        super().check_finite()
         if self._not_finite_before is None:  # no run has begun
-            return
-        broken = self._find_non_finite() - self._not_finite_before
-        if broken:
-            raise FloatingPointError(
-                f"Infinite or NaN at iteration={self.iter}, and not saved: "
-                f"{sorted(broken)[:10]}\n{LOOK_AGAIN}"
-            )
-
-    def _find_non_finite(self) -> set[str]:
-        """The names of the tensors of a checkpoint that hold infinity or NaN."""
+            return set()
         saved = {
             **self.model.state_dict(),
             "optimizer": self.optim_wrapper.state_dict(),
             "hooks": self._hook_states(),
         }
         # Host-device synchronisation: one number for all tensors.
-        return non_finite(saved)
+        return non_finite(saved) - self._not_finite_before
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the loop, of the optimizer, and the position in the data."""
@@ -347,6 +320,8 @@ class SimpleTrainer(ModelTrainer):
         wrapper = self.optim_wrapper
         count = wrapper.accumulative_counts
         wrapper.start_accumulation()
+        if self.zero_grad_before_forward:
+            wrapper.zero_grad()
         means: dict[str, Tensor] = {}
         data_time = 0.0
         batches: Iterator[Any] = self._data_loader_iter
@@ -358,11 +333,8 @@ class SimpleTrainer(ModelTrainer):
             factors = weights_over_mean(map(self.weight, taken))
             batches = iter(taken)
         for batch in range(count):
-            start = time.perf_counter()
-            data = self.prepare_batch(next(batches))
-            data_time += time.perf_counter() - start
-            if batch == 0 and self.zero_grad_before_forward:
-                wrapper.zero_grad()
+            data, seconds = self._next_batch(batches)
+            data_time += seconds
             with wrapper.optim_context(self.model):
                 loss, losses = parse_losses(self.compute_loss(data))
             if factors:
@@ -505,14 +477,11 @@ class StepTrainer(ModelTrainer):
     def run_step(self) -> None:
         """Give one batch to the model's own step, and record what it returns."""
         self._check_mode()
-        start = time.perf_counter()
-        self.last_batch = next(self._data_loader_iter)
-        data_time = time.perf_counter() - start
-        outputs = self._call_step(self.last_batch)
-        self.last_outputs = outputs
+        self.last_batch, data_time = self._next_batch(self._data_loader_iter)
+        self.last_outputs = self._call_step(self.last_batch)
         self._losses.record(
             self.storage.iter,
-            outputs,
+            self.last_outputs,
             data_time,
             total=None,
             check_now=not self.async_write_metrics,

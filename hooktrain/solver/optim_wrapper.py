@@ -101,6 +101,11 @@ class OptimWrapper:
         return self.optimizer.param_groups
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """The optimizer's default settings."""
         return self.optimizer.defaults
@@ -230,7 +235,7 @@ class OptimWrapper:
         if self._clipping is None:
             return
         kind, limit, norm_type = self._clipping
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self.parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return

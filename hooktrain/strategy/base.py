@@ -303,6 +303,9 @@ def warn_of_own_buffers(model: nn.Module) -> None:
     A checkpoint has those of the main process. Statistics of batch norm are left out, since no
     training step reads them; sharded and sparse buffers are too.
     """
+    # DistributedDataParallel may give all ranks the first one's before each forward pass.
+    if comm.get_world_size() == 1 or getattr(model, "broadcast_buffers", False):
+        return
     bare = unwrap_model(model)
     saved = bare.state_dict()
     checksums = {}

@@ -21,7 +21,13 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer
 from hooktrain.checkpoint.files import write_file
 from hooktrain.data import build_train_loader
-from hooktrain.engine import AMPTrainer, HookBase, SimpleTrainer, hooks
+from hooktrain.engine import (
+    AMPTrainer,
+    HookBase,
+    SimpleTrainer,
+    create_ddp_model,
+    hooks,
+)
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -633,12 +639,35 @@ def spoil_the_shard_of_rank_1(folder: Path) -> tuple[str, list[str]]:
     return str(caught.value), sorted(path.name for path in folder.glob("[!.]*"))
 
 
-def test_a_shard_with_nan_ends_the_run_on_all_ranks_before_a_save(
-    tmp_path: Path,
-) -> None:
-    main, other = run_ranks(spoil_the_shard_of_rank_1, 2, tmp_path)
+class FailsOnRank1(HookBase):
+    def state_dict(self) -> dict[str, Any]:
+        if comm.get_rank() == 1 and self.trainer.done == 1:
+            raise ValueError("no state of rank 1")
+        return {}
+
+
+class Gathers(HookBase):
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": comm.all_gather(comm.get_rank())}
+
+
+def bad_saves(folder: Path) -> tuple[tuple[str, list[str]], str]:
+    spoiled = spoil_the_shard_of_rank_1(folder)
+    model = create_ddp_model(LinearLoss())
+    trainer = SimpleTrainer(model, batches(4), sgd(model))
+    save = CallbackHook(after_step=lambda trainer: trainer.prepare_save())
+    trainer.register_hooks([FailsOnRank1(), Gathers(), save])
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        trainer.train(0, 1)
+    return spoiled, str(caught.value)
+
+
+def test_what_one_rank_cannot_save_ends_the_run_on_all(tmp_path: Path) -> None:
+    (main, _), (other, error) = run_ranks(bad_saves, 2, tmp_path)
     assert main == other
     assert main[1] == ["last_checkpoint", "model_0000000"]
+    # Another hook may gather its state at that time, and must not get this error for it.
+    assert error == "no state of rank 1"
 
 
 @pytest.mark.parametrize(("period", "found_at"), [(3, 2), (20, 8)])

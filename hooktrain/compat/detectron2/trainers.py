@@ -101,11 +101,12 @@ class TrainerBase(engine.TrainerBase):
         """Whether a checkpoint would now hold everything that a resumed run needs."""
         return self._trainer is None or bool(self._trainer.can_save)
 
-    def check_finite(self) -> None:
-        """Refuse what must not be saved, also of the inner trainer."""
-        super().check_finite()
+    def find_non_finite(self) -> set[str]:
+        """Name what must not be saved, also of the inner trainer; see the base class."""
+        found = super().find_non_finite()
         if self._trainer is not None:
-            self._trainer.check_finite()
+            found |= self._trainer.find_non_finite()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs; see the base class."""

@@ -109,8 +109,7 @@ class SkipNonFinite(HookBase):
         return 0 < max_ratio * median(recent) < loss
 
     def _look_at(self, wrapper: OptimWrapper, is_spike: bool) -> None:
-        parameters = [p for group in wrapper.param_groups for p in group["params"]]
-        gradients = {str(i): p.grad for i, p in enumerate(parameters)}
+        gradients = {str(i): p.grad for i, p in enumerate(wrapper.parameters)}
         is_bad = bool(non_finite(gradients))  # host-device synchronisation
         if any(map(is_sharded, gradients.values())):
             is_bad = comm.any_rank(is_bad, compute_device(self.trainer.model))

@@ -6,8 +6,8 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
-from hooktrain.engine.preflight import another_model
 from hooktrain.engine.train_loop import HookBase, TrainerBase
+from hooktrain.solver.checks import another_model
 from hooktrain.utils.file_io import publish
 from hooktrain.utils.periods import Period, in_iterations
 
