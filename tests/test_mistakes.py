@@ -165,11 +165,11 @@ def stepped_twice(place: int) -> Callable[[], Any]:
     return run
 
 
-def never_registered() -> None:
+def never_registered(*hooks: Any) -> None:
     model = Net()
     optimizer = sgd(model)
     StepLR(optimizer, step_size=2)
-    train(LRScheduler(scheduler=[]), model=model, optimizer=lambda _: optimizer)
+    train(*hooks, model=model, optimizer=lambda _: optimizer)
 
 
 def short_cycle() -> None:
@@ -417,6 +417,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (stepped_twice(0), WARNING, "another hook"),
     (stepped_twice(1), WARNING, "another hook"),
     (never_registered, WARNING, r"LRScheduler\(scheduler="),
+    (
+        lambda: never_registered(LRScheduler(scheduler=[])),
+        WARNING,
+        r"LRScheduler\(scheduler=",
+    ),
     (short_cycle, ValueError, "total_steps=3, and takes 4"),
     (schedule(None), TypeError, "ParamScheduler.*None"),
     (beside_a_multiplier(StepLR), ValueError, "multiplier"),

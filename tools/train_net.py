@@ -23,6 +23,7 @@ import torch
 
 import hooktrain
 from hooktrain.checkpoint import Checkpointer, load_model_state
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
     HookBase,
@@ -137,10 +138,11 @@ def load_best(checkpointer: Checkpointer, mode: str | None) -> None:
         )
 
     def value(path: Path) -> float:
-        metric: float = checkpointer.read(path)["best"]["best_metric"]
+        """The value of a checkpoint, without its tensors."""
+        metric: float = read_checkpoint(path, "meta")["best"]["best_metric"]
         return -metric if mode == "min" else metric
 
-    path = paths[0] if len(paths) == 1 else max(paths, key=value)
+    path = comm.on_main_process(lambda: max(paths, key=value))
     best = load_whole(checkpointer, path)["best"]
     text = "The best %s of the run was %.4g, at iteration %d"
     logger.info(text, best["metric"], best["best_metric"], best["best_iter"])

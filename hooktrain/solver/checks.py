@@ -2,14 +2,23 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_state import parameter_names
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 
 logger = logging.getLogger(__name__)
+
+# How often each parameter was changed, and the rates of the groups.
+Version: TypeAlias = tuple[list[int], list[float]]
+
+# The optimizers whose settings a hook changes.
+scheduled: WeakSet[Optimizer] = WeakSet()
 
 
 def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
@@ -60,14 +69,19 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
         )
 
 
-def versions(optim_wrapper: Wrappers) -> dict[str, list[int]]:
-    """How often each parameter was changed so far, by the names of the optimizers."""
-    wrappers = wrappers_by_name(optim_wrapper).items()
-    return {name: [p._version for p in each.parameters] for name, each in wrappers}
+def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
+    """How often each parameter was changed, and the rates, by the names of the optimizers."""
+    found = {}
+    for name, wrapper in wrappers_by_name(optim_wrapper).items():
+        changes = [parameter._version for parameter in wrapper.parameters]
+        # Host-device synchronisation, where rates are tensors: twice in a run.
+        rates = [float(group.get("lr", 0.0)) for group in wrapper.param_groups]
+        found[name] = (changes, rates)
+    return found
 
 
-def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, list[int]]) -> None:
-    """Name each optimizer that has done nothing, and does not accumulate.
+def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None:
+    """Name each optimizer without a step that does not accumulate, and idle schedulers.
 
     Args:
         optim_wrapper: one or several.
@@ -75,10 +89,19 @@ def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, list[int]]) -> No
     """
     now = versions(optim_wrapper)
     for name, wrapper in wrappers_by_name(optim_wrapper).items():
+        optimizer = wrapper.optimizer
+        (changes, rates), (changes_before, rates_before) = now[name], before[name]
         # Some write to p.data, which has no version; but they have a state.
-        is_idle = now[name] == before[name] and not wrapper.optimizer.state
+        is_idle = changes == changes_before and not optimizer.state
         if is_idle and wrapper.should_update():
             logger.warning(
                 "The optimizer %s has made no step so far",
-                name or type(wrapper.optimizer).__name__,
+                name or type(optimizer).__name__,
+            )
+        # The mark of a scheduler of torch, which replaces the method.
+        has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if has_scheduler and optimizer not in scheduled and rates == rates_before:
+            logger.warning(
+                "A scheduler was made for the optimizer, and the rates are as they were: "
+                "hooks.LRScheduler(scheduler=...) steps and saves it"
             )

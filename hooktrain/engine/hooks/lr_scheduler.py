@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPl
 from hooktrain.engine.hooks.evaluation import new_value
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
+from hooktrain.solver.checks import scheduled
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +82,12 @@ class LRScheduler(HookBase):
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
         self._refuse_twice()
-        self._is_watching = bool(self._driven)
+        # An epoch is enough to see whether others step, too; then a step costs less.
+        length = max(self.trainer.sync_period, self.trainer.epoch_length or 0)
+        self._to_watch = length + 1
         if not self._driven:
+            self._to_watch = 0
             logger.info("No schedule is given: the learning rate is only recorded")
-            for optimizer in map(_unwrapped, optimizers.values()):
-                # The mark of a scheduler of torch, which replaces the method.
-                if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                    logger.warning(
-                        "A scheduler was made for the optimizer: LRScheduler(scheduler=...) "
-                        "would step and save it"
-                    )
         if self._loaded:
             self.check_state_dict(self._loaded)
             for name, states in _saved_schedulers(self._loaded).items():
@@ -156,6 +153,7 @@ class LRScheduler(HookBase):
         """
         if _unwrapped(scheduler.optimizer) is not optimizer:
             raise ValueError(f"{scheduler!r} is made for another optimizer")
+        scheduled.add(optimizer)
         self._driven.append(((optimizer, key), scheduler))
 
     def watch(self, metric: str, step: Callable[[float], Any]) -> None:
@@ -200,8 +198,8 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
-        if self._is_watching and self._left not in ([], self._look()):
-            self._is_watching = False  # once is enough
+        if self._to_watch and self._left not in ([], self._look()):
+            self._to_watch = 0  # once is enough
             logger.warning(
                 "LRScheduler has left rates and counts of steps at %s, and they are %s: another "
                 "hook changes the rate, or steps the scheduler too",
@@ -219,7 +217,8 @@ class LRScheduler(HookBase):
             if found is not None:
                 value, self._seen_iters[i] = found
                 step(value)
-        if self._is_watching:
+        if self._to_watch:
+            self._to_watch -= 1
             self._left = self._look()
 
     def _look(self) -> list[Any]:
