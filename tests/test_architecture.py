@@ -39,7 +39,7 @@ BUDGETS = {
     "config": 2_250,
     "data": 2_450,
     "engine": 8_100,
-    "engine/hooks": 6_100,
+    "engine/hooks": 6_320,
     "evaluation": 2_500,
     "events": 3_900,
     "model": 3_450,
