@@ -73,6 +73,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         )
     if args.dry_run:
         cfg.train.output_dir = ""  # a temporary folder takes its place
+        cfg.train.store = ""
         default_setup(cfg, args)
         dry_run(cfg)
         return {}

@@ -30,6 +30,7 @@ from hooktrain.checkpoint.resume import (
     write_pointer,
 )
 from hooktrain.checkpoint.sources import local_path
+from hooktrain.checkpoint.store import Store
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
@@ -62,6 +63,8 @@ class Checkpointer:
             copy is kept for the next one. The next save or :meth:`wait` raises what failed.
         sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
             ranks see. Any number of ranks loads files and folders, whatever this is.
+        store: an address such as ``s3://bucket/run``, where each checkpoint to resume from goes
+            too; a resume takes it from there if it is newer. "" for none.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
             ``check_state_dict``, with the arguments of ``load_state_dict``, may refuse a state
             before anything is loaded.
@@ -97,6 +100,7 @@ class Checkpointer:
         save_to_disk: bool | None = None,
         background: bool = False,
         sharded: bool = False,
+        store: AnyPath = "",
         **checkpointables: Any,
     ) -> None:
         if save_to_disk is None:
@@ -111,6 +115,8 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
+        has_store = store and self.save_dir and save_to_disk
+        self._store = Store(store, self.save_dir) if has_store else None
         self._worker = BackgroundWorker("checkpoint")
         self._memory: Any = {}  # of the copy that the background writes
         self._group: ProcessGroup | None = None  # of the background's threads
@@ -151,7 +157,8 @@ class Checkpointer:
         Raises:
             TypeError: if :meth:`save` would refuse a state.
             RuntimeError: if another run is using the folder.
-            OSError: if the folder cannot be made.
+            ValueError: if the run is new, and another one is in the store.
+            OSError: if the folder cannot be made, or the store fails.
         """
         storable(states_of(self.checkpointables))
         if not (self.save_to_disk and self.save_dir):
@@ -165,6 +172,8 @@ class Checkpointer:
                 self.save_dir,
                 names,
             )
+        if self._store:
+            self._store.begin(is_new=is_new)
 
     def content(self, extra: State) -> State:
         """The content of a checkpoint, which a subclass may change.
@@ -226,6 +235,8 @@ class Checkpointer:
                     write_iteration(self.save_dir, iteration)
                 self.tag_last_checkpoint(name)
                 self.saved_iteration = iteration
+                if self._store:
+                    self._store.offer()
             if on_saved is not None:
                 on_saved(path)
 
@@ -274,11 +285,24 @@ class Checkpointer:
         """Wait for the save in the background, and raise what has failed there."""
         self._worker.wait()
 
+    def finish(self) -> None:
+        """Wait as :meth:`wait` does, at the end of a run, and until all of it is in the store.
+
+        Raises:
+            StoreTakenError: if another process goes on with the run in the store.
+            Exception: what has failed in the background, or in the store.
+        """
+        self.wait()
+        if self._store:
+            self._store.finish()
+
     def give_up(self) -> None:
         """Wait as :meth:`wait` does, but only some seconds where other ranks may have failed."""
         seconds = _GIVE_UP_SECONDS if self._group else None
         if not self._worker.wait(seconds):
             self.logger.error("The checkpoint that is being saved is given up")
+        elif self._store:
+            self._store.worker.wait(seconds)
 
     def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
@@ -321,6 +345,7 @@ class Checkpointer:
             CorruptCheckpointError: if there are some, and none is intact.
         """
         on_all_ranks(self.wait)
+        on_main_process(self._fetch)
         candidates = names_to_resume(self.save_dir, self._of_a_run)
         problems = []
         while True:
@@ -346,6 +371,10 @@ class Checkpointer:
                 self.save_dir,
             )
         return None
+
+    def _fetch(self) -> None:
+        if self._store:
+            self._store.fetch()
 
     def resume_or_load(
         self,

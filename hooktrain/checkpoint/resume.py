@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hooktrain.checkpoint.files import (
     MANIFEST,
@@ -43,13 +42,13 @@ OF_A_RUN = re.compile(rf"(.+)_([0-9]{{7,}}|final)(\.pth|{MOVED_ASIDE})?")
 _BEST_OF_A_RUN = re.compile(rf"(.+_)?best(\.pth|{MOVED_ASIDE})?")
 
 
-def write_pointer(save_dir: str, name: str) -> None:
+def write_pointer(save_dir: AnyPath, name: str) -> None:
     """Make a checkpoint the one to resume from: by its name alone, so the folder may be moved."""
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
 
 
-def write_iteration(save_dir: str, iteration: int | None) -> None:
+def write_iteration(save_dir: AnyPath, iteration: int | None) -> None:
     """Keep the iteration of a checkpoint without a number, since the checkpoint may break.
 
     It is written before the pointer. Until that is moved, it names a checkpoint with a number.
@@ -58,8 +57,8 @@ def write_iteration(save_dir: str, iteration: int | None) -> None:
         file.write(str(iteration).encode())
 
 
-def _pointed_iteration(
-    save_dir: AnyPath, pointed: str, of_a_run: re.Pattern[str]
+def pointed_iteration(
+    save_dir: AnyPath, pointed: str, of_a_run: re.Pattern[str] = OF_A_RUN
 ) -> int | None:
     """The iteration of the checkpoint that the pointer names, or None if it is not known."""
     iteration = iteration_in_name(pointed, of_a_run=of_a_run)
@@ -112,7 +111,7 @@ def names_to_resume(
     pointed = read_pointer(save_dir)
     if pointed:
         yield pointed
-    limit = _pointed_iteration(save_dir, pointed, of_a_run)
+    limit = pointed_iteration(save_dir, pointed, of_a_run)
     others = []
     for name in checkpoint_names(save_dir):
         if name == pointed or not of_a_run.fullmatch(name):
@@ -272,12 +271,10 @@ def find_set_aside(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
     return str(max(found)[-1] if found else path)
 
 
-def saved_value(save_dir: AnyPath, *keys: str) -> Any:
-    """What the newest readable checkpoint of a trainer holds under these keys; None without any."""
+def saved_seed(save_dir: AnyPath) -> int | None:
+    """The seed that the newest readable checkpoint of a trainer holds; None without any."""
     for name in names_to_resume(save_dir):
         with suppress(OSError, CorruptCheckpointError, LookupError):
-            value = read_checkpoint(os.path.join(save_dir, name), "meta")["trainer"]
-            for key in keys:
-                value = value[key]
-            return value
+            state = read_checkpoint(os.path.join(save_dir, name), "meta")
+            return int(state["trainer"]["seed"])
     return None

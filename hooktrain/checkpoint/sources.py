@@ -110,7 +110,7 @@ def _download(address: str) -> str:
     logger.info("Downloading %s to %s", address, path)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        digest = _copy(address, file)
+        digest = copy_remote(address, file)
         if expected and not digest.startswith(expected[1]):
             raise CorruptCheckpointError(f"the SHA-256 of {address} is {digest}")
         if path.suffix == ".pth":
@@ -129,7 +129,7 @@ def _identify(address: str) -> tuple[str, str]:
     return Path(path).name, system.ukey(path)
 
 
-def _copy(address: str, target: IO[bytes]) -> str:
+def copy_remote(address: str, target: IO[bytes]) -> str:
     """Write a remote file to an open local one, and return its SHA-256."""
     digest = hashlib.sha256()
     try:

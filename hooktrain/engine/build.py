@@ -68,7 +68,7 @@ def build_trainer(
     trainer = build_step(cfg, model, loader, optim_wrapper, trainer_class)
     trainer.seed = strategy.seed
     set_end_of_run(cfg, trainer.epoch_length)
-    trainer.meta = {"config": LazyConfig.to_py(cfg), "run_id": cfg.train.run_id}
+    trainer.meta = {"config": LazyConfig.to_py(cfg)}
     checkpointer = build_checkpointer(cfg, trainer, strategy)
     trainer.register_hooks(build_hooks(cfg, model, checkpointer))
     trainer.checkpointer = checkpointer
@@ -219,6 +219,7 @@ def build_checkpointer(
         cfg.train.output_dir,
         background=options.background,
         sharded=options.sharded or strategy.saves_shards,
+        store=cfg.train.store,
         # A proxy: the trainer owns the checkpointer, not the other way round.
         trainer=weakref.proxy(trainer),
     )

@@ -9,13 +9,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 
 from hooktrain import events
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import find_set_aside, saved_value, set_folder_aside
+from hooktrain.checkpoint.resume import find_set_aside, saved_seed, set_folder_aside
+from hooktrain.checkpoint.store import Store
 from hooktrain.config import ConfigDict, LazyConfig, resolve
 from hooktrain.engine import hooks
 from hooktrain.events import EventWriter
@@ -86,7 +86,8 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     It writes ``log.txt`` (one more for each rank up to 127) and ``config.json`` into the
     output folder, and locks the folder against a second run. A folder that has checkpoints
-    is first renamed to ``<folder>.1``, unless the run resumes; then the log says which lines
+    is first renamed to ``<folder>.1``, unless the run resumes; then it is fetched from
+    ``train.store``, if there is one with a newer checkpoint, and the log says which lines
     of the configuration have changed, and ``config.json`` is replaced when the checkpoint
     was loaded and the run begins. A ``train.init_checkpoint`` in a renamed folder is
     found there: a second stage may have the folder of the first.
@@ -96,7 +97,7 @@ def default_setup(cfg: Any, args: Any) -> None:
             ``train.cudnn_benchmark`` are looked at. A seed that is None or negative is
             drawn and stored back; a resumed run takes that of the configuration in the
             folder or, if that is damaged, of a checkpoint. Each rank is seeded with the
-            seed plus its rank. ``train.run_id`` is drawn and kept in the same way.
+            seed plus its rank.
         args: the command line's arguments; of them, ``resume``, ``log_level`` and
             ``eval_only``, if there. With ``eval_only`` nothing but the log is written, and
             another run may be using the folder. A restart by torchrun is a resume too.
@@ -135,12 +136,12 @@ def default_setup(cfg: Any, args: Any) -> None:
         )
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
+    store = train.get("store")
+    if folder and store and resumes and not eval_only:
+        on_main_process(Store(store, folder).fetch)
     path = Path(folder or "", "config.json")
     earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
-    kept = folder if resumes else None
-    _seed(train, kept, earlier)
-    if train.get("run_id") is None:
-        train["run_id"] = on_main_process(partial(_run_id, kept, earlier))
+    _seed(train, folder if resumes else None, earlier)
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if folder and comm.is_main_process() and not eval_only:
@@ -171,26 +172,21 @@ def _seed(train: Any, folder: str | None, earlier: str) -> None:
     """Seed this process, by the seed of the run in the folder if this one is to draw one."""
     seed = train.get("seed")
     if folder and (seed is None or seed < 0):
-        seed = on_main_process(partial(_drawn, folder, earlier, "seed", "seed"))
+        seed = on_main_process(partial(_drawn_seed, folder, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
 
 
-def _run_id(folder: str | None, earlier: str) -> Any:
-    """The id of the run in a folder, or a new one."""
-    kept = folder and _drawn(folder, earlier, "run_id", "meta", "run_id")
-    return kept or uuid4().hex
-
-
-def _drawn(folder: str, earlier: str, name: str, *place: str) -> Any:
-    """What the run in a folder has drawn, by its configuration or else by a checkpoint."""
+def _drawn_seed(folder: str, earlier: str) -> Any:
+    """The seed of the run in a folder, by its configuration or else by a checkpoint."""
     try:
-        return json.loads(earlier)["train"][name]
+        return json.loads(earlier)["train"]["seed"]
     except (ValueError, LookupError, TypeError):
-        value = saved_value(folder, *place)
-    if value is not None:
-        message = "config.json is missing or damaged: a checkpoint has the %s %s"
-        logger.warning(message, name, value)
-    return value
+        seed = saved_seed(folder)
+    if seed is not None:
+        logger.warning(
+            "config.json is missing or damaged: a checkpoint has the seed %d", seed
+        )
+    return seed
 
 
 def _log_changes(before: str, now: str) -> None:

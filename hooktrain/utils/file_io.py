@@ -117,8 +117,8 @@ def on_disk(path: AnyPath) -> str:
     """
     if is_address(path):
         raise ValueError(
-            f"a run cannot write to {path!r}: give a folder on a disk; docs/guide.md "
-            "shows how to copy checkpoints elsewhere"
+            f"a run cannot write to {path!r}: give a folder on a disk, and this address "
+            "as train.store, where each checkpoint goes too"
         )
     return os.path.expanduser(path)
 

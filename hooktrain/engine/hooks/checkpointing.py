@@ -6,7 +6,6 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
-from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.solver.checks import another_model
 from hooktrain.utils.file_io import publish
@@ -123,8 +122,7 @@ class PeriodicCheckpointer(HookBase):
         else:
             is_time = self._is_time()
         if is_time:
-            with spent(self.trainer, "save_time"):
-                self._save(iteration, **extra)
+            self._save(iteration, **extra)
 
     def _is_last(self, iteration: int) -> bool:
         return self.max_iter is not None and iteration >= self.max_iter - 1
@@ -149,7 +147,7 @@ class PeriodicCheckpointer(HookBase):
         if is_shorter and trainer.done > 0:  # it may have been stopped before a resume
             self.max_iter = trainer.max_iter
             self._save(trainer.done - 1)
-        self.checkpointer.wait()
+        self.checkpointer.finish()
 
     def save(self, name: str, **extra: Any) -> None:
         """The same as ``checkpointer.save``: at any time, under any name."""
@@ -162,6 +160,8 @@ class PeriodicCheckpointer(HookBase):
             final = f"{self.file_prefix}_final"
             self.checkpointer.save(final, iteration=iteration, **extra)
             self.checkpointer.wait()
+            if self.trainer is None:  # its hooks have more to write
+                self.checkpointer.finish()
             return
         self.save_numbered(iteration, on_full=self._go_on, **extra)
 

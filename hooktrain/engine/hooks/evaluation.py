@@ -15,9 +15,8 @@ from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import delete_replaced
 from hooktrain.engine.hooks.averaging import EMA
-from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import HookBase, TrainerBase
-from hooktrain.evaluation.testing import as_numbers
+from hooktrain.evaluation import flatten_results_dict
 from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
@@ -46,8 +45,6 @@ class EvalHook(HookBase):
         eval_period: in iterations, or like ``"1 epoch"`` or ``"1 hour"``; 0 evaluates at the end
             only.
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
-            Other values in it, such as torchmetrics' list of classes, are named in the log and
-            left out.
         eval_after_train: whether to evaluate at the end.
 
     Attributes:
@@ -89,17 +86,13 @@ class EvalHook(HookBase):
             self._do_eval()
 
     def _do_eval(self) -> None:
-        with spent(self.trainer, "evaluation_time"):
-            self._evaluate()
-
-    def _evaluate(self) -> None:
         numbers: dict[str, float] = {}
         error: Exception | None = None
         done = self.trainer.done
         seed_step(self.trainer.seed, done, comm.data_parallel_rank(), "evaluation")
         try:
             self.last_results = self._func() or {}
-            numbers = as_numbers(self.last_results)
+            numbers = _as_numbers(self.last_results)
         except Exception as raised:
             logger.error(
                 "The evaluation failed: the run ends when the other hooks are done"
@@ -141,6 +134,22 @@ def _wait_for_all_ranks(seconds: float | None) -> bool:
     worker = BackgroundWorker("meeting")
     worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
     return worker.wait(seconds)
+
+
+def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(results, Mapping):
+        raise TypeError(
+            f"eval_function must return a dict of results, but got {results!r}"
+        )
+    numbers = {}
+    for name, value in flatten_results_dict(results).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"results must be numbers, but {name!r} is {value!r}"
+            ) from None
+    return numbers
 
 
 def check_mode(mode: str | None, metric: str) -> str:
@@ -322,8 +331,7 @@ class BestCheckpointer(HookBase):
         # As in detectron2: a subclass learns of a best value, and may refuse it.
         if self._update_best(value, measured_at) is False:
             return
-        averaged = self._ema.swap() if self._ema else nullcontext()
-        with spent(trainer, "save_time"), averaged:
+        with self._ema.swap() if self._ema else nullcontext():
             self._checkpointer.save(
                 self._file_prefix,
                 tag=False,

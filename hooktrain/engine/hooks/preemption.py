@@ -112,8 +112,8 @@ class Preemption(HookBase):
         if comm.broadcast(self.checkpointer.saved_iteration) != trainer.iter:
             trainer.prepare_save()
             self._saving().save_numbered(trainer.iter)
-            # To a launcher, a rank that has ended has failed: it would end one that still writes.
-            comm.on_all_ranks(self.checkpointer.wait)
+        # To a launcher, a rank that has ended has failed: it would end one that still writes.
+        comm.on_all_ranks(self.checkpointer.finish)
         # The other hooks come first, so that train() can be called again, as in a notebook.
         trainer.raise_later(SystemExit(128 + self._agreed))
 

@@ -1,0 +1,316 @@
+"""A store beside the disk: up, down, rotation, two machines, and what is broken or refused."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from torch import nn
+
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint.store import StoreTakenError
+from toys import model_of
+
+MEMORY = "memory://bucket/run"
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "store").mkdir()
+    yield MEMORY if request.param == "memory" else f"file://{tmp_path}/store"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    yield MEMORY
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def machine(folder: Path, store: str, **options: Any) -> Checkpointer:
+    """What saves a model of one number in a folder and in the store."""
+    return Checkpointer(model_of(0.0), folder, store=store, **options)
+
+
+def save(checkpointer: Checkpointer, iteration: int) -> None:
+    """Save a model whose weight is the iteration; it is in the store when this returns."""
+    offer(checkpointer, iteration)
+    checkpointer.finish()
+
+
+def offer(checkpointer: Checkpointer, iteration: int) -> None:
+    nn.init.constant_(checkpointer.model.weight, iteration)
+    checkpointer.save(f"model_{iteration:07d}", iteration=iteration)
+
+
+def resumed(folder: Path, store: str) -> float:
+    """The weight with which a run goes on."""
+    checkpointer = machine(folder, store)
+    found = checkpointer.resume_or_load("")
+    weight: float = checkpointer.model.weight.mean().item()
+    assert found.get("iteration", 0) == weight
+    return weight
+
+
+def stored(store: str) -> dict[str, str]:
+    """The paths in the store, by their names without the time and the size."""
+    system, root = fsspec.url_to_fs(store)
+    paths = [(Path(path).name.split("-", 2)[-1], path) for path in system.find(root)]
+    return dict(sorted(paths))
+
+
+def change(store: str, name: str, content: bytes | None) -> None:
+    """Replace the content of a file, or delete it."""
+    system, _ = fsspec.url_to_fs(store)
+    if content is None:
+        system.rm_file(stored(store)[name])
+    else:
+        system.pipe_file(stored(store)[name], content)
+
+
+def write_beside(folder: Path) -> dict[str, bytes]:
+    """Write what a run has beside its checkpoints; what of it should come from the store."""
+    names = ["config.json", "metrics.json", "events.out.tfevents.1.host.2.0"]
+    wanted = {name: name.encode() for name in names}
+    for name, content in {**wanted, "log.txt": b"log", "mine.txt": b"mine"}.items():
+        (folder / name).write_bytes(content)
+    return wanted
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
+def test_a_run_goes_on_in_a_new_folder_with_all_that_it_needs(
+    store: str, shards: bool, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", store, sharded=shards)
+    first.begin_run(is_new=True)
+    save(first, 9)
+    first.save("model_best", tag=False, iteration=9)
+    wanted = write_beside(tmp_path / "a")
+    save(first, 19)
+    assert resumed(tmp_path / "b", store) == 19
+    for name, content in wanted.items():
+        assert (tmp_path / "b" / name).read_bytes() == content
+    assert not (tmp_path / "b" / "log.txt").exists()
+    best = Checkpointer(model_of(0.0))
+    best.load(tmp_path / "b" / ("model_best" if shards else "model_best.pth"))
+    assert best.model.weight.mean().item() == 9
+    # The newest is there once more, since the one before could be needed too.
+    second = machine(tmp_path / "b", store, sharded=shards)
+    second.begin_run()
+    save(second, 29)
+    shutil.rmtree(tmp_path / "b")
+    assert resumed(tmp_path / "b", store) == 29
+
+
+def test_a_final_checkpoint_without_a_number_comes_back(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    save(first, 9)
+    nn.init.constant_(first.model.weight, 19)
+    first.save("model_final", iteration=19)
+    first.finish()
+    assert resumed(tmp_path / "b", memory) == 19
+    assert resumed(tmp_path / "b", memory) == 19
+
+
+def test_a_file_of_the_store_loads_by_its_address(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    save(machine(tmp_path / "a", memory), 9)
+    loader = Checkpointer(model_of(0.0))
+    loader.load(f"memory:/{stored(memory)['model_0000009.pth']}")
+    assert loader.model.weight.mean().item() == 9
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"garbage"])
+def test_what_is_broken_in_the_store_falls_back_to_the_checkpoint_before(
+    damage: bytes | None, store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machine(tmp_path / "a", store)
+    for iteration in (9, 19, 29):
+        save(first, iteration)
+    change(store, "model_0000029.pth", damage)
+    assert resumed(tmp_path / "b", store) == 19
+    assert "Passing over the checkpoint model_0000029.pth" in caplog.text
+    change(store, "model_0000019.pth", damage)
+    with pytest.raises((CorruptCheckpointError, FileNotFoundError), match="0000019"):
+        resumed(tmp_path / "c", store)
+    assert resumed(tmp_path / "a", store) == 29  # the disk has it
+
+
+def test_a_damaged_or_forged_pointer_is_an_error(memory: str, tmp_path: Path) -> None:
+    save(machine(tmp_path / "a", memory), 9)
+    system, root = fsspec.url_to_fs(memory)
+    pointer = json.loads(system.cat_file(f"{root}/pointer.json"))
+    change(memory, "pointer.json", b'{"token')
+    with pytest.raises(CorruptCheckpointError, match=r"pointer\.json"):
+        resumed(tmp_path / "b", memory)
+    (key,) = pointer["checkpoints"][0]["files"].values()
+    for path in ("../escaped.pth", "/tmp/escaped.pth", ".lock", "a/../../b"):
+        pointer["checkpoints"][0]["files"] = {path: key}
+        change(memory, "pointer.json", json.dumps(pointer).encode())
+        with pytest.raises(CorruptCheckpointError):
+            resumed(tmp_path / "b", memory)
+    assert not (tmp_path / "escaped.pth").exists()
+
+
+def test_only_what_is_newer_than_the_folder_is_fetched(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    save(first, 9)
+    shutil.copytree(tmp_path / "a", tmp_path / "older")
+    save(first, 19)
+    change(memory, "model_0000009.pth", None)
+    newer = Checkpointer(first.model, tmp_path / "a")  # it did not reach the store
+    offer(newer, 29)
+    assert resumed(tmp_path / "a", memory) == 29
+    assert resumed(tmp_path / "older", memory) == 19
+
+
+def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
+    store: str, tmp_path: Path
+) -> None:
+    system, root = fsspec.url_to_fs(store)
+    system.pipe_file(f"{root}/notes.txt", b"mine")
+    # A killed process has not come to its pointer.
+    system.pipe_file(f"{root}/1795852534912475873-4-model_0000005.pth", b"left")
+    first = machine(tmp_path / "a", store)
+    first.begin_run(is_new=True)
+    (tmp_path / "a" / "metrics.json").write_text("1")
+    for iteration in (9, 19, 29):
+        save(first, iteration)
+    assert list(stored(store)) == [
+        "metrics.json",
+        "model_0000019.pth",
+        "model_0000029.pth",
+        "notes.txt",
+        "pointer.json",
+    ]
+    # On another machine the checkpoint that it has resumed from stays until a newer one is there.
+    assert resumed(tmp_path / "b", store) == 29
+    second = machine(tmp_path / "b", store)
+    second.begin_run()
+    assert "model_0000029.pth" in stored(store)
+    save(second, 39)
+    assert list(stored(store))[1:3] == ["model_0000029.pth", "model_0000039.pth"]
+
+
+def test_later_checkpoints_of_a_past_that_a_run_left_are_replaced(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    for iteration in (9, 19):
+        save(first, iteration)
+    save(first, 14)
+    assert list(stored(memory))[:2] == ["model_0000009.pth", "model_0000014.pth"]
+    assert resumed(tmp_path / "b", memory) == 14
+
+
+class Refusing:
+    """A store that waits at each write, and then refuses it, or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.refuses = False
+        create = MemoryFileSystem._open
+
+        def opened(system: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+            if mode == "wb":
+                assert self.go.wait(20)
+                if self.refuses:
+                    raise PermissionError("refused")
+            return create(system, path, mode, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, "_open", opened)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
+    return Refusing(monkeypatch)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_refused_upload_is_logged_and_tried_again_and_raises_at_the_end(
+    background: bool,
+    memory: str,
+    refusing: Refusing,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = machine(tmp_path / "a", memory, background=background)
+    first.begin_run(is_new=True)
+    refusing.refuses = True
+    offer(first, 9)
+    first.wait()
+    first.give_up()  # it waits for the upload
+    assert "NOT IN THE STORE" in caplog.text
+    offer(first, 19)
+    with pytest.raises(PermissionError):
+        first.finish()
+    refusing.refuses = False
+    first.finish()
+    assert resumed(tmp_path / "b", memory) == 19
+    refusing.refuses = True
+    with pytest.raises(PermissionError):
+        machine(tmp_path / "b", memory).begin_run()
+
+
+def test_a_run_does_not_wait_for_an_upload_and_has_one_at_a_time(
+    memory: str, refusing: Refusing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    first.begin_run(is_new=True)
+    refusing.go.clear()
+    before = threading.active_count()
+    for iteration in (9, 19, 29):
+        offer(first, iteration)
+        assert threading.active_count() == before + 1
+    assert "still on its way" in caplog.text
+    refusing.go.set()
+    first.finish()
+    assert resumed(tmp_path / "b", memory) == 29
+
+
+def test_of_two_machines_with_one_run_the_later_one_goes_on(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    first.begin_run(is_new=True)
+    save(first, 9)
+    assert resumed(tmp_path / "b", memory) == 9
+    second = machine(tmp_path / "b", memory)
+    second.begin_run()
+    offer(first, 19)  # its disk has it
+    with pytest.raises(StoreTakenError, match="another process"):
+        save(first, 29)
+    with pytest.raises(StoreTakenError):
+        first.finish()
+    save(second, 19)
+    assert list(stored(memory))[:2] == ["model_0000009.pth", "model_0000019.pth"]
+
+
+def test_a_new_run_does_not_replace_one_in_the_store(
+    memory: str, tmp_path: Path
+) -> None:
+    save(machine(tmp_path / "a", memory), 9)
+    with pytest.raises(ValueError, match="resume it"):
+        machine(tmp_path / "b", memory).begin_run(is_new=True)
+    assert resumed(tmp_path / "b", memory) == 9
+
+
+def test_an_unknown_scheme_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        machine(tmp_path / "a", "nowhere://bucket")
+    assert list(tmp_path.iterdir()) == []
