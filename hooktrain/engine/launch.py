@@ -16,7 +16,6 @@ from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
@@ -95,7 +94,7 @@ def launch(
     world_size = num_machines * num_gpus_per_machine
     if world_size <= 1:
         return main_func(*args)
-    variables, _store = _meeting_place(dist_url, num_machines)
+    variables, _store = environment.meeting_place(dist_url, num_machines)
     variables.update(
         WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(num_gpus_per_machine)
     )
@@ -103,28 +102,6 @@ def launch(
     ranks = range(first, first + num_gpus_per_machine)
     work = (partial(_interruptible, main_func), args, "pytorch", backend, timeout)
     return _run_processes(ranks, variables, work)
-
-
-def _meeting_place(
-    dist_url: str | None, num_machines: int
-) -> tuple[dict[str, str], Any]:
-    """The variables that say where the processes meet, and the store there, if it is ours."""
-    if num_machines > 1:
-        url = urlparse(dist_url or "")
-        if url.scheme != "tcp" or not url.hostname or not url.port:
-            raise ValueError(
-                "dist_url must be an address of machine 0 and a free port of it, such as "
-                f"'tcp://10.0.0.1:29500', got {dist_url!r}"
-            )
-        return {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}, None
-    # The parent keeps the port, so that nobody can take it before a child comes.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    variables = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    return variables, store
 
 
 def _run_processes(

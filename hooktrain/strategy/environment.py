@@ -14,6 +14,7 @@ from ctypes import py_object, pythonapi
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
@@ -214,6 +215,39 @@ def join_processes(
     atexit.register(_leave_at_exit)
     comm.object_group(timeout)
     comm.set_local_part(info.local_rank, info.local_world_size)
+
+
+def meeting_place(
+    dist_url: str | None, num_machines: int
+) -> tuple[dict[str, str], Any]:
+    """Where the processes meet that one process on each machine is about to start.
+
+    Args:
+        dist_url: an address of machine 0, if there are several machines.
+        num_machines: the number of machines.
+
+    Returns:
+        The variables that say it, and the store there, if it is this process's.
+
+    Raises:
+        ValueError: for several machines, if that is no address with a port.
+    """
+    if num_machines > 1:
+        url = urlparse(dist_url or "")
+        if url.scheme != "tcp" or not url.hostname or not url.port:
+            raise ValueError(
+                "dist_url must be an address of machine 0 and a free port of it, such as "
+                f"'tcp://10.0.0.1:29500', got {dist_url!r}"
+            )
+        return {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}, None
+    # The parent keeps the port, so that nobody can take it before a child comes.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return variables, store
 
 
 def _store(launcher: Launcher, info: RankInfo, timeout: timedelta) -> Any:

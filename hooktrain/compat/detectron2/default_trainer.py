@@ -58,8 +58,7 @@ class LRScheduler(hooks.LRScheduler):
         if self._optimizer is None:
             self._optimizer = getattr(self.trainer, "optimizer", None)
         if isinstance(self._optimizer, Optimizer):
-            best = self.get_best_param_group_id(self._optimizer)
-            self._best_param_group_id = best
+            self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
 
 
 class DefaultTrainer(TrainerBase):
