@@ -40,16 +40,16 @@ def write(folder: Path, program: str) -> Path:
     return script
 
 
-def run(folder: Path, program: str) -> str:
-    done = run_program(write(folder, STRICT + program), folder=folder)
+def run(folder: Path, program: str, *launcher: str) -> str:
+    done = run_program(*launcher, write(folder, STRICT + program), folder=folder)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-def run_alone(folder: Path, program: str, *launcher: str) -> str:
-    """The same as `run`, by a new interpreter, or several."""
+def run_alone(folder: Path, program: str) -> str:
+    """The same as `run`, by a new interpreter."""
     result = subprocess.run(
-        [sys.executable, "-W", "error", *launcher, write(folder, program)],
+        [sys.executable, "-W", "error", write(folder, program)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -60,10 +60,17 @@ def run_alone(folder: Path, program: str, *launcher: str) -> str:
     return result.stdout
 
 
-def test_the_program_of_the_readme_goes_on_when_started_again(tmp_path: Path) -> None:
+def test_the_program_of_the_readme_agrees_with_itself_and_goes_on_when_started_again(
+    tmp_path: Path,
+) -> None:
     (program,) = programs(README)
-    run_alone(tmp_path, program)
-    output = tmp_path / "output" / "readme"
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for i, folder in enumerate(folders):
+        folder.mkdir()
+        start = run if i else run_alone
+        start(folder, f"import torch; torch.manual_seed({i})\n{program}")
+    output = folders[0] / "output" / "readme"
+    assert_same_end(output, folders[1] / "output" / "readme")
     assert {
         "model_0000099.pth",
         "model_final.pth",
@@ -71,19 +78,8 @@ def test_the_program_of_the_readme_goes_on_when_started_again(tmp_path: Path) ->
         "metrics.json",
     } <= {path.name for path in output.iterdir()}
     final = (output / "model_final.pth").read_bytes()
-    run(tmp_path, program)
+    run(folders[0], program)
     assert (output / "model_final.pth").read_bytes() == final
-
-
-def test_two_fresh_runs_of_the_readmes_program_agree_bit_for_bit(
-    tmp_path: Path,
-) -> None:
-    (program,) = programs(README)
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for i, folder in enumerate(folders):
-        folder.mkdir()
-        run(folder, f"import torch; torch.manual_seed({i})\n{program}")
-    assert_same_end(*(folder / "output" / "readme" for folder in folders))
 
 
 @needs_meshes
@@ -100,7 +96,7 @@ def test_the_script_of_the_guide_trains_on_any_number_of_processes(
 ) -> None:
     (program,) = [block for block in programs(GUIDE) if "launch(" in block]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    printed = run_alone(tmp_path, program, *torchrun)
+    printed = run(tmp_path, program, *torchrun)
     assert sorted(re.findall(r"rank (\d) of 2 on cpu: loss 0\.00\d+", printed)) == [
         "0",
         "1",

@@ -1,3 +1,4 @@
+import gc
 import os
 import random
 import signal
@@ -217,10 +218,15 @@ def test_seeds_are_drawn_as_torch_is_seeded_and_replaced_by_the_saved_ones(
     [(fail, OSError, "cannot be read"), (die, RuntimeError, "worker")],
 )
 def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
-    how: Any, error: type[Exception], message: str
+    how: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(error, match=message):
-        next(iter(make(mapper=how, num_workers=1)))
+    batches = iter(make(mapper=how, num_workers=1))
+    with pytest.raises(error, match=message) as caught:
+        next(batches)
+    # So long torch waits for a worker that has failed.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    del caught, batches
+    gc.collect()
 
 
 def test_the_test_loader_reads_each_sample_once() -> None:

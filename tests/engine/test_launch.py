@@ -154,8 +154,6 @@ import torch, torch.distributed as dist
 from hooktrain.engine import launch
 
 def fail():
-    if dist.get_rank() == 0:
-        input()
     open_one = dist.all_reduce(torch.ones(1), async_op=True)
     raise KeyError("the cause")
 
@@ -163,27 +161,29 @@ launch(fail)
 """
 
 
+def join_and_wait(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    launch(time.sleep, args=(10 * LIMIT_SECONDS,))
+
+
 def test_a_rank_that_fails_ends_while_others_keep_it_waiting() -> None:
     shared = torchrun(world_size=2)
-    ranks = []
-    for rank in ("0", "1"):
-        started = subprocess.Popen(
+    waiting = start(join_and_wait, shared)
+    try:
+        # An interpreter of its own, whose end is what may hang.
+        failed = subprocess.run(
             [sys.executable, "-c", FAIL],
-            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
-            stdin=subprocess.PIPE,
+            env={**os.environ, **shared, "RANK": "1", "LOCAL_RANK": "1"},
             stderr=subprocess.PIPE,
             text=True,
+            timeout=LIMIT_SECONDS,
         )
-        ranks.append(started)
-    try:
-        _, printed = ranks[1].communicate(timeout=LIMIT_SECONDS)
-        assert ranks[0].poll() is None
+        assert waiting.is_alive()
     finally:
-        for started in ranks:
-            started.kill()
-            started.communicate()
-    assert ranks[1].returncode == 1
-    assert printed.strip().endswith("KeyError: 'the cause'")
+        waiting.kill()
+        end(waiting)
+    assert failed.returncode == 1
+    assert failed.stderr.strip().endswith("KeyError: 'the cause'")
 
 
 @pytest.mark.usefixtures("forked")

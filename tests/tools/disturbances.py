@@ -59,7 +59,7 @@ def build_disturbed(cfg: Any) -> Any:
     trainer = build_trainer(cfg)
     folder = cfg.train.output_dir
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/collectives_"
-    watchdog = Watchdog(3.0) if sys.argv[1] == "hang" else None
+    watchdog = Watchdog(1.5) if sys.argv[1] == "hang" else None
     disturb = Disturb(sys.argv[1], int(sys.argv[2]))
     trainer.register_hooks([watchdog, disturb], before=HookBase)
     trainer.register_hooks([Preemption(trainer.checkpointer)])

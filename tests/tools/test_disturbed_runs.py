@@ -96,16 +96,14 @@ def test_a_rank_that_is_killed_is_restarted(folder: Path, undisturbed: Path) -> 
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_sharded_run_goes_on_from_its_shards(folder: Path) -> None:
+def test_a_sharded_run_goes_on_from_its_shards(folder: Path, undisturbed: Path) -> None:
     shards = ["train.strategy=FSDPStrategy", "train.checkpointer.sharded=true"]
-    code, printed = run(TWO_RANKS, "nothing", 0, folder / "whole", *shards)
-    assert code == 0, printed
-    killed = folder / "killed"
-    code, printed = run([*TWO_RANKS, "--max-restarts=1"], "kill", 1, killed, *shards)
+    code, printed = run([*TWO_RANKS, "--max-restarts=1"], "kill", 1, folder, *shards)
     assert code == 0, printed
     assert "Starting training from iteration 2" in printed
-    assert (killed / "model_0000001").is_dir()
-    assert_same_weights(killed, folder / "whole")
+    assert (folder / "model_0000001").is_dir()
+    # Two ranks have the same sums of two gradients, sharded or not.
+    assert_same_weights(folder, undisturbed)
 
 
 def test_the_error_of_a_rank_is_the_last_thing_printed(folder: Path) -> None:
@@ -133,7 +131,7 @@ def test_a_rank_that_hangs_says_where(folder: Path) -> None:
     code, printed = run(TWO_RANKS, "hang", 1, folder)
     assert code != 0
     assert f"Its collectives: {folder}/collectives_1" in printed
-    assert "rank 1 has made no progress for 3 s, as do [1], not here: [0]" in printed
+    assert "rank 1 has made no progress for 1.5 s, as do [1], not here: [0]" in printed
     assert re.search(r'disturbances.py", line \d+ in hang', printed)
     assert "exitcode  : 124" in printed
 

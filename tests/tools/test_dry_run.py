@@ -53,7 +53,8 @@ def test_of_several_loaders_two_batches_each_are_evaluated(
 
 
 def dry_run_of_the_gan(folder: str) -> list[Path]:
-    load_tool("train_net").dry_run(config("digits_gan.py", Path(folder)))
+    small = ["model.hidden_size=8", "+dataloader.evaluator.classifier.epochs=1"]
+    load_tool("train_net").dry_run(config("digits_gan.py", Path(folder), *small))
     return list(Path(folder).parent.iterdir())
 
 
