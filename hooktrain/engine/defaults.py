@@ -157,10 +157,9 @@ def default_setup(cfg: Any, args: Any) -> None:
 def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
     """Make and lock the folder; where that of an earlier run is now, if there was one."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    if eval_only:
-        return None
     aside = None if resumes else set_folder_aside(folder)
-    lock_folder(folder)
+    if not eval_only:
+        lock_folder(folder)
     return aside
 
 

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -36,23 +36,12 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
         ValueError: if the optimizers have no parameter of the model.
     """
     check_optimizers(model, optim_wrapper)
-    for name in _lists_of_layers(model):
-        logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
     is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
     is_whole = is_wrapped or computes_together(model)
     if comm.get_world_size() > 1 and not is_whole:
         logger.warning(
             "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
         )
-
-
-def _lists_of_layers(model: nn.Module) -> Iterator[str]:
-    """The names of plain lists and tuples of layers, which are no part of a model."""
-    for path, module in model.named_modules(prefix="model"):
-        for key, value in vars(module).items():
-            items = value if isinstance(value, list | tuple) else ()
-            if any(isinstance(item, nn.Module) for item in items):
-                yield f"{path}.{key}"
 
 
 def warn_of_lost_calls(trainer: Any) -> None:
@@ -68,8 +57,8 @@ def warn_of_lost_calls(trainer: Any) -> None:
             "run_step has not called self.after_backward(), which %s may need", waiting
         )
     # Gradients that are not freed change in each iteration, and those that are begin anew.
-    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-    changes = min((gradient._version for gradient in gradients), default=0)
+    gradients = (p.grad for p in trainer.model.parameters())
+    changes = min((grad._version for grad in gradients if grad is not None), default=0)
     count = trainer.done - trainer.start_iter
     if "zero_grad" not in _names_used(trainer.run_step) and changes >= count - 1 > 2:
         logger.warning(

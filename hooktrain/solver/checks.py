@@ -1,7 +1,7 @@
 """Whether optimizers belong to a model, and whether they train it."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 from weakref import WeakSet
 
@@ -67,16 +67,28 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
             len(left),
             left[:5],
         )
+    for name in _lists_of_layers(model):
+        logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
+
+
+def _lists_of_layers(model: nn.Module) -> Iterator[str]:
+    """The names of plain lists and tuples of layers, which are no part of a model."""
+    for path, module in model.named_modules(prefix="model"):
+        for key, value in vars(module).items():
+            items = value if isinstance(value, list | tuple) else ()
+            if any(isinstance(item, nn.Module) for item in items):
+                yield f"{path}.{key}"
 
 
 def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
     """How often each parameter was changed, and the rates, by the names of the optimizers."""
     found = {}
     for name, wrapper in wrappers_by_name(optim_wrapper).items():
-        changes = [parameter._version for parameter in wrapper.parameters]
-        # Host-device synchronisation, where rates are tensors: twice in a run.
-        rates = [float(group.get("lr", 0.0)) for group in wrapper.param_groups]
-        found[name] = (changes, rates)
+        found[name] = (
+            [parameter._version for parameter in wrapper.parameters],
+            # Host-device synchronisation, where rates are tensors: twice in a run.
+            [float(group.get("lr", 0.0)) for group in wrapper.param_groups],
+        )
     return found
 
 
