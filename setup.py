@@ -59,6 +59,7 @@ setup(
         "plot": PLOT,
         "streams": STREAMS,
         "vision": ["torchvision>=0.24"],
+        "trackers": ["wandb>=0.19", "mlflow>=2.15"],
         "docs": ["pdoc>=15", *TENSORBOARD],
         "dev": [
             *TENSORBOARD,
