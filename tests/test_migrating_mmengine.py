@@ -118,6 +118,9 @@ def with_rules(script: str) -> str:
     return script.replace("milestones=[2, 4])", "milestones=[2, 4])]")
 
 
+SCRIPTS["rules-before"] = with_rules(SCRIPTS["mmengine-before"])
+
+
 def resumed(script: str) -> str:
     """A script of MMEngine that goes on with a checkpoint of ours."""
     options = 'load_from="epoch_3.pth", resume=True)\nrunner.train()'
@@ -132,10 +135,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def before(folder: Path) -> dict[str, Weights]:
     # In a process of its own: it sets environment variables, loggers and registries.
-    names = [f"{pair}-before" for pair in PAIRS]
+    kinds = [*PAIRS, "rules"]
+    names = [f"{kind}-before" for kind in kinds]
     names[0] += "+mmengine-convert"
     weights = run_scripts(names, folder, warnings="ignore")
-    return dict(zip(PAIRS, weights.values(), strict=True))
+    return dict(zip(kinds, weights.values(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -173,19 +177,18 @@ def test_a_run_of_ours_goes_on_in_mmengine_from_a_converted_checkpoint(
     before: dict[str, Weights],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts = [SCRIPTS["mmengine-ported"], SCRIPTS["mmengine-back"]]
-    parts += [resumed(SCRIPTS["mmengine-before"]), SCRIPTS["mmengine-before"]]
+    ours, back = SCRIPTS["mmengine-ported"], SCRIPTS["mmengine-back"]
+    theirs = "rules" if rules else "mmengine"
     if rules:
-        parts = [with_rules(parts[0]), parts[1], *map(with_rules, parts[2:])]
-        parts[1] = parts[1].replace("=25)", "=25, paramwise_cfg=True)")
-    monkeypatch.setitem(SCRIPTS, "theirs", parts[3])
-    monkeypatch.setitem(SCRIPTS, "ours", "\n".join(parts[:3]))
-    # In two processes: MMEngine names its loggers by the second in which a run begins.
-    weights = run_scripts(["theirs"], tmp_path, warnings="ignore")
-    weights |= run_scripts(["ours"], tmp_path, warnings="ignore")
+        ours = with_rules(ours)
+        back = back.replace("=25)", "=25, paramwise_cfg=True)")
+    parts = [ours, back, resumed(SCRIPTS[f"{theirs}-before"])]
+    monkeypatch.setitem(SCRIPTS, "ours", "\n".join(parts))
+    # In a process of its own: MMEngine names its loggers by the second in which a run begins.
+    weights = run_scripts(["ours"], tmp_path, warnings="ignore")
     log = next((tmp_path / "ours/work_dir").glob("*/*.log")).read_text()
     assert "resumed epoch: 3, iter: 75" in log
-    assert_same_weights(weights["ours"], weights["theirs"])
+    assert_same_weights(weights["ours"], before[theirs])
 
 
 def run_on_this_rank(paths: list[str]) -> list[tuple[str, Weights]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import Subset
 
 from gloo import run_ranks
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -46,6 +47,10 @@ FSDP = (
 )
 
 
+def first_samples(dataset: Any) -> Subset[Any]:
+    return Subset(dataset, range(400))
+
+
 def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
     """Train by a configuration, going on with what the folder has."""
     cfg = LazyConfig.load(str(CONFIGS / f"{name}.py"))
@@ -57,6 +62,8 @@ def train(folder: str, name: str, *overrides: str) -> dict[str, Any]:
         *overrides,
     ]
     cfg = LazyConfig.apply_overrides(cfg, options)
+    test = cfg.dataloader.test
+    test.dataset = LazyCall(first_samples)(dataset=test.dataset)
     trainer = build(cfg, resume=True)
     trainer.train(max_iter=cfg.train.max_iter)
     close_logger()

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,26 @@ from processes import CONTEXT
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    module = importlib.import_module("crash_campaign")
-    monkeypatch.setattr(module, "CONTEXT", CONTEXT)
-    return module
+@pytest.fixture(scope="module")
+def tool() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        module = importlib.import_module("crash_campaign")
+        patch.setattr(module, "CONTEXT", CONTEXT)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def variant(tool: Any) -> Any:
+    return tool.Variant("core", 1, 0, False, False)
+
+
+@pytest.fixture(scope="module")
+def complete(tool: Any, variant: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a complete run, with its log beside it."""
+    folder = tmp_path_factory.mktemp("complete")
+    assert tool.run(folder / "out", variant) == (0, False)
+    return folder
 
 
 def test_runs_that_random_faults_strike_end_as_undisturbed_ones(
@@ -33,9 +49,10 @@ def test_runs_that_random_faults_strike_end_as_undisturbed_ones(
     assert campaign.struck.total() >= 2
 
 
-def test_a_run_that_is_bent_is_reported(tool: Any, tmp_path: Path) -> None:
-    variant = tool.Variant("core", 1, 0, False, False)
-    assert tool.run(tmp_path / "out", variant) == (0, False)
+def test_a_run_that_is_bent_is_reported(
+    tool: Any, complete: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(complete, tmp_path, dirs_exist_ok=True)
     expected = tool.outcome(tmp_path / "out")
     assert tool.differences(tool.outcome(tmp_path / "out"), expected) == []
     lines = (tmp_path / "out" / "metrics.json").read_text().splitlines()
@@ -47,11 +64,10 @@ def test_a_run_that_is_bent_is_reported(tool: Any, tmp_path: Path) -> None:
 
 
 def test_a_resume_proves_itself_to_the_campaign_unless_a_weight_was_bent(
-    tool: Any, tmp_path: Path
+    tool: Any, variant: Any, complete: Path, tmp_path: Path
 ) -> None:
-    variant = tool.Variant("core", 1, 0, False, False)
+    shutil.copytree(complete, tmp_path, dirs_exist_ok=True)
     log = tmp_path / "out.log"
-    assert tool.run(tmp_path / "out", variant) == (0, False)
     assert tool.proof_problem(log.read_text()) == ""
     for bend in (0.0, 1e-7):
         (tmp_path / "out" / "model_final.pth").unlink()
