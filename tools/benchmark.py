@@ -4,12 +4,14 @@
     python tools/benchmark.py step --instructions
     python tools/benchmark.py ddp
     python tools/benchmark.py fsdp
+    python tools/benchmark.py replay
 
 Machines are noisy and drift, so a process trains by a bare loop and by hooktrain's in turns, and
 the result is the median over the pairs. ``step`` trains a linear layer in one process, ``ddp`` the
 same in two, and ``fsdp`` a small transformer in two, all on the CPU. hooktrain's loop has a timer,
 a schedule, and the metrics of every iteration, which go to the console and to JSON every 20
-iterations.
+iterations. ``replay`` trains the transformer in one process, by hooktrain in both turns: without
+and with ``ReplayCheck(100)``.
 
 With ``--instructions`` it counts the instructions of a step instead, which are the same on a busy
 machine as on an idle one. valgrind (a package of most systems) runs 100 and 1,100 steps of each
@@ -93,7 +95,9 @@ def model_and_batch(kind: str) -> tuple[nn.Module, Any]:
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(Model()), torch.randn(16, 16)
     text = torch.randint(64, (8, 65))
-    model = shard_model(TextGPT(64, 64, (4, 64, 4)), wrap={Block})
+    model: nn.Module = TextGPT(64, 64, (4, 64, 4))
+    if kind == "fsdp":
+        shard_model(model, wrap={Block})
     return model, {"tokens": text[:, :-1], "targets": text[:, 1:]}
 
 
@@ -149,8 +153,21 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
             bare_step(bare_model, batch, bare_optimizer)
         return starts
 
-    turns = InTurns(bare_block, iterations)
-    train(model, batch, (pairs + 1) * iterations, [turns])
+    def block_without_check() -> list[float]:
+        starts: list[float] = []
+        note = hooks.CallbackHook(
+            before_step=lambda _: starts.append(time.perf_counter())
+        )
+        train(bare_model, batch, iterations, [note])
+        return starts
+
+    if kind == "replay":
+        turns = InTurns(block_without_check, iterations)
+        last = [hooks.ReplayCheck(100), turns]
+    else:
+        turns = InTurns(bare_block, iterations)
+        last = [turns]
+    train(model, batch, (pairs + 1) * iterations, last)
     return turns.pairs
 
 
@@ -199,11 +216,16 @@ def report_instructions() -> None:
     print(tabulate(rows, tablefmt="pipe", headers=["Linear(16, 16)", ""]))
 
 
-def report(what: str, pairs: list[tuple[float, float]], iterations: int) -> None:
-    """Print the medians of pairs of microseconds an iteration, bare and hooktrain."""
+def report(
+    what: str,
+    pairs: list[tuple[float, float]],
+    iterations: int,
+    names: tuple[str, str] = ("bare loop", "hooktrain"),
+) -> None:
+    """Print the medians of pairs of microseconds an iteration, by default bare and hooktrain."""
     rows = [
-        ["bare loop, us", statistics.median(bare for bare, _ in pairs)],
-        ["hooktrain, us", statistics.median(ours for _, ours in pairs)],
+        [f"{names[0]}, us", statistics.median(bare for bare, _ in pairs)],
+        [f"{names[1]}, us", statistics.median(ours for _, ours in pairs)],
         [
             "added (median of pairs), us",
             statistics.median(ours - bare for bare, ours in pairs),
@@ -220,9 +242,13 @@ def report(what: str, pairs: list[tuple[float, float]], iterations: int) -> None
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["step", "ddp", "fsdp"], help="what to measure")
+    parser.add_argument(
+        "what", choices=["step", "ddp", "fsdp", "replay"], help="what to measure"
+    )
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--iterations", type=int, help="by default 1001, for fsdp 41")
+    parser.add_argument(
+        "--iterations", type=int, help="by default 1001, for fsdp 41, for replay 100"
+    )
     parser.add_argument("--instructions", action="store_true", help="count them")
     parser.add_argument("--loop", choices=["bare", "hooktrain"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -233,10 +259,15 @@ def main() -> None:
         report_instructions()
         return
     # One more than a multiple of 20: the times between two starts then hold whole periods.
-    iterations = args.iterations or (41 if args.what == "fsdp" else 1001)
+    by_default = {"fsdp": 41, "replay": 100}  # each of these has one check
+    iterations = args.iterations or by_default.get(args.what, 1001)
     arguments = (args.what, args.pairs, iterations)
     if args.what == "step":
         report("Linear(16, 16)", train_in_turns(*arguments), iterations)
+        return
+    if args.what == "replay":
+        names = ("without a check", "with ReplayCheck(100)")
+        report("transformer", train_in_turns(*arguments), iterations, names)
         return
     pairs = launch(train_in_turns, 2, args=arguments, backend="gloo")[0]
     report(f"{args.what}, two processes", pairs, iterations)

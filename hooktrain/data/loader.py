@@ -89,7 +89,7 @@ class TrainLoader:
     def _count(self, batches: Iterator[Any], in_process: bool) -> Iterator[Any]:
         while True:
             # Reading a sample in this process must not change the random numbers of the step.
-            with _preserved_rng_state() if in_process else nullcontext():
+            with preserved_rng_state() if in_process else nullcontext():
                 batch = next(batches)
             self.batches += 1
             yield batch
@@ -164,7 +164,7 @@ class TrainLoader:
 
 
 @contextmanager
-def _preserved_rng_state() -> Iterator[None]:
+def preserved_rng_state() -> Iterator[None]:
     """Restore the states of the CPU's global generators afterwards, also after an error."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -191,7 +191,7 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
         # This calls iter(sampler) only when the first index is taken, and so is seeded too.
         indices = chain.from_iterable([sampler])
         for chunk in count():
-            with _preserved_rng_state():
+            with preserved_rng_state():
                 seed_on_host(chunk, "sampler", seed, epoch)
                 drawn = list(islice(indices, 1000))
             if chunk == 0 and not drawn:

@@ -266,7 +266,7 @@ class SimpleTrainer(ModelTrainer):
         recorded: see :meth:`hooktrain.solver.OptimWrapper.step`.
         """
         self._check_mode()
-        losses, data_time = self._accumulate()
+        losses, data_time = self.compute_gradients(self._data_loader_iter)
         wrapper = self.optim_wrapper
         wrapper.after_backward = partial(self._before_update, losses, data_time)
         try:
@@ -311,8 +311,13 @@ class SimpleTrainer(ModelTrainer):
         """
         return 1
 
-    def _accumulate(self) -> tuple[dict[str, Tensor], float]:
-        """Compute the gradients of one update.
+    def compute_gradients(
+        self, batches: Iterator[Any]
+    ) -> tuple[dict[str, Tensor], float]:
+        """Compute the gradients of one update; :meth:`run_step` calls it.
+
+        Args:
+            batches: gives ``accumulative_counts`` batches.
 
         Returns:
             The means of the losses over its batches, and the seconds spent on data.
@@ -324,7 +329,6 @@ class SimpleTrainer(ModelTrainer):
             wrapper.zero_grad()
         means: dict[str, Tensor] = {}
         data_time = 0.0
-        batches: Iterator[Any] = self._data_loader_iter
         factors: list[float] = []
         if type(self).weight is not SimpleTrainer.weight:
             start = time.perf_counter()

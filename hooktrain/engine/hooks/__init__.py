@@ -17,6 +17,7 @@ from hooktrain.engine.hooks.evaluation import (
 from hooktrain.engine.hooks.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.engine.hooks.preemption import Preemption as Preemption
 from hooktrain.engine.hooks.profiling import TorchProfiler as TorchProfiler
+from hooktrain.engine.hooks.replay_check import ReplayCheck as ReplayCheck
 from hooktrain.engine.hooks.writing import (
     IterationTimer as IterationTimer,
     PeriodicWriter as PeriodicWriter,

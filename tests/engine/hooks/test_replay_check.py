@@ -1,0 +1,270 @@
+"""Steps that are computed twice, and replicas that are compared, with bits flipped on purpose."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from equality import assert_equal
+from gloo import run_ranks
+from hooktrain.data import build_train_loader
+from hooktrain.engine import SimpleTrainer, StepTrainer
+from hooktrain.engine.hooks import CallbackHook, ReplayCheck
+from hooktrain.model.sharding import shard_model
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.utils import comm
+from hooktrain.utils.tensors import local_tensor, map_leaves
+from toys import Idle, Two, batches, sgd
+
+
+class Noisy(nn.Module):
+    """Has buffers, dropout, draws of all generators, and changes its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.fc = nn.Linear(4, 6)
+        self.bn = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x += random.random() + np.random.rand()
+        y = nn.functional.dropout(self.bn(self.fc(x)), 0.3)
+        return {"loss_a": self.last(y).square().mean(), "loss_b": y.abs().mean()}
+
+
+class Draws(list[Tensor]):
+    """Samples that draw from the global generator of the process."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) + torch.rand(4)
+
+
+def plain(model: nn.Module) -> Any:
+    return OptimWrapper(sgd(model, lr=0.01))
+
+
+def accumulating(model: nn.Module) -> Any:
+    clip = {"max_norm": 1.0}
+    return OptimWrapper(sgd(model), accumulative_counts=3, clip_grad=clip)
+
+
+def in_bf16(model: nn.Module) -> Any:
+    return AmpOptimWrapper(sgd(model), "bfloat16", accumulative_counts=2)
+
+
+def in_fp16(model: nn.Module) -> Any:
+    # The first scales overflow.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    return AmpOptimWrapper(sgd(model), "float16", grad_scaler=scaler)
+
+
+def two_optimizers(model: Any) -> Any:
+    last = OptimWrapper(torch.optim.Adam(model.last.parameters()))
+    rest = [*model.fc.parameters(), *model.bn.parameters()]
+    return OptimWrapperDict(rest=OptimWrapper(torch.optim.SGD(rest, 0.1)), last=last)
+
+
+def end_of(
+    wrapper: Callable[[Any], Any], in_process: bool, *hooks: Any, wrap: Any = None
+) -> Any:
+    """This rank's state after 8 iterations, and what the generators have drawn."""
+    model: Any = Noisy()
+    if wrap is not None:
+        model = wrap(model)
+    data: Any = list(batches(1, 40)[0])
+    if in_process:
+        loader: Any = DataLoader(Draws(data), batch_size=4, shuffle=True)
+    else:
+        loader = build_train_loader(data, total_batch_size=4, num_workers=0, seed=2)
+    trainer = SimpleTrainer(model, loader, wrapper(model))
+    trainer.seed = 3
+    drawn = []
+
+    def draw(trainer: Any) -> None:
+        drawn.append([random.random(), np.random.rand(), torch.rand(2).tolist()])
+
+    draws = CallbackHook(before_step=draw, after_backward=draw, after_step=draw)
+    trainer.register_hooks([*hooks, draws])
+    trainer.train(max_iter=8)
+    state = trainer.state_dict()
+    del state["meta"]
+    for name in ("data_time", "rank_data_time"):
+        state["storage"]["metrics"].pop(name, None)
+    gradients = [p.grad for p in model.parameters()]
+    found = (dict(model.state_dict()), state, drawn, gradients)
+
+    def local(_: Any, leaf: Any) -> Any:
+        return local_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(local, found)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "in_process"),
+    [
+        (plain, True),
+        (plain, False),
+        (accumulating, False),
+        (in_bf16, False),
+        (in_fp16, True),
+        (two_optimizers, True),
+    ],
+)
+def test_a_checked_run_has_the_bits_of_one_that_is_not_checked(
+    wrapper: Callable[[Any], Any], in_process: bool
+) -> None:
+    once = end_of(wrapper, in_process)
+    assert_equal(end_of(wrapper, in_process, ReplayCheck(1)), once)
+    assert_equal(end_of(wrapper, in_process, ReplayCheck(3)), once)
+
+
+def flip(tensor: Tensor) -> None:
+    """Flip one bit of the second number: the highest of its fraction."""
+    tensor.detach().view(-1).view(torch.int32)[1] ^= 1 << 22
+
+
+class Flipping(SimpleTrainer):
+    """Flips a bit of something on one rank, in the first computation of iteration 4."""
+
+    what = ""
+    rank = 0
+    is_done = False
+
+    def is_now(self, what: str) -> bool:
+        if self.is_done or (self.iter, self.what) != (4, what):
+            return False
+        self.is_done = True
+        return comm.get_rank() == self.rank
+
+    def compute_loss(self, data: Any) -> Any:
+        if self.is_now("batch"):
+            flip(data)
+        return super().compute_loss(data)
+
+    def compute_gradients(self, batches: Any) -> Any:
+        result = super().compute_gradients(batches)
+        model: Any = self.model
+        model = getattr(model, "module", model)
+        if self.is_now("weight"):
+            flip(model.last.weight)
+        if self.is_now("gradient"):
+            flip(local_tensor(model.fc.weight.grad))
+        if self.is_now("buffer"):
+            flip(model.bn.running_mean)
+        if self.is_now("loss"):
+            result[0]["loss_b"] = result[0]["loss_b"] + 1
+        return result
+
+
+def failure_of(
+    what: str,
+    rank: int,
+    *hooks: Any,
+    wrap: Any = None,
+    kind: Any = None,
+    **options: Any,
+) -> tuple[str, int, bool]:
+    """The error, the updates before it, and whether the weights are as these have left them."""
+    model: Any = Noisy()
+    own = model
+    if wrap is not None:
+        model = wrap(model)
+    loader = batches(40, 6)[comm.get_rank() :: comm.get_world_size()]
+    trainer = (kind or Flipping)(model, loader, plain(model), **options)
+    trainer.what, trainer.rank = what, rank
+    trainer.seed = 3
+    updates: list[Tensor] = []
+    note = CallbackHook(after_step=lambda _: updates.append(own.fc.weight.clone()))
+    trainer.register_hooks([*hooks, note])
+    try:
+        trainer.train(max_iter=20)
+    except RuntimeError as error:
+        return str(error), len(updates), torch.equal(updates[-1], own.fc.weight)
+    return "", len(updates), True
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("gradient", "fc.weight has"),
+        ("batch", "loss_a has"),
+        ("weight", "loss_a has"),
+        ("buffer", "bn.running_mean has"),
+        ("loss", "loss_b has"),
+    ],
+)
+def test_a_bit_that_flips_ends_the_run_before_the_update(what: str, named: str) -> None:
+    text, updates, unchanged = failure_of(what, 0, ReplayCheck(2))
+    assert text.startswith("iteration 4 makes no update")
+    assert f"rank 0: {named}" in text
+    assert updates == 4
+    assert unchanged
+    assert failure_of(what, 0, ReplayCheck(3)) == ("", 20, True)  # between two checks
+
+
+def on_two_ranks() -> list[Any]:
+    """Everything that needs ranks, in one start of the processes."""
+    for wrap in (DistributedDataParallel, shard_model):
+        for wrapper in (plain, accumulating, in_bf16):
+            once = end_of(wrapper, False, wrap=wrap)
+            assert_equal(end_of(wrapper, False, ReplayCheck(1), wrap=wrap), once)
+    found = []
+    for rank in (0, 1):
+        for what in ("gradient", "batch", "weight", "buffer"):
+            wrap = DistributedDataParallel
+            found.append(
+                (rank, what, failure_of(what, rank, ReplayCheck(2), wrap=wrap))
+            )
+        wrap = shard_model
+        found.append(
+            (rank, "gradient", failure_of("gradient", rank, ReplayCheck(2), wrap=wrap))
+        )
+    return found
+
+
+def test_each_of_two_ranks_is_named_by_both_and_good_ones_keep_their_bits() -> None:
+    first, second = run_ranks(on_two_ranks, 2)
+    assert first == second
+    for rank, what, (text, updates, unchanged) in first:
+        assert (updates, unchanged) == (4, True)
+        if what in ("gradient", "buffer"):
+            name = {"gradient": "fc.weight", "buffer": "bn.running_mean"}[what]
+            assert f"rank {rank}: {name} has" in text
+            assert f"rank {1 - rank}" not in text
+        else:  # the others see it in the gradient that is averaged
+            assert f"rank {rank}: loss_a has" in text
+            assert f"rank {1 - rank}: fc.weight has" in text
+
+
+class OwnGenerator(Noisy):
+    """Draws from a generator that nobody seeds."""
+
+    generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return super().forward(x + torch.rand(4, generator=self.generator))
+
+
+def test_a_step_that_is_not_deterministic_is_told_as_that_in_the_first_check() -> None:
+    model = OwnGenerator()
+    trainer = SimpleTrainer(model, batches(4), plain(model))
+    trainer.register_hooks([ReplayCheck(5)])
+    with pytest.raises(RuntimeError, match="first check"):
+        trainer.train(max_iter=20)
+    assert trainer.iter == 5
+
+
+def test_what_cannot_be_computed_twice_is_refused() -> None:
+    gan = Two()
+    wrappers = OptimWrapperDict(one=plain(gan.one), two=plain(gan.two))
+    for trainer in (StepTrainer(gan, batches(2), wrappers), Idle()):
+        trainer.register_hooks([ReplayCheck(5)])
+        with pytest.raises(TypeError, match="step of its own"):
+            trainer.train(max_iter=2)
