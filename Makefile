@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: train test gpu lint format docs benchmark clean
+.PHONY: train test gpu store lint format docs benchmark clean
 
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
@@ -17,6 +17,10 @@ test: .venv/installed-dev
 gpu: .venv/installed-dev
 	$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'  # fails without a card
 	$(BIN)/python -m pytest -W default tests/gpu
+
+store: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[store]'
+	$(BIN)/python -m pytest tests/checkpoint/test_store.py tests/tools/test_stored_runs.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ assert VERSION is not None
 TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
 STREAMS = ["torchdata>=0.10"]
+STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
 
 
 class BuildWithScripts(build_py):
@@ -58,6 +59,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
         "streams": STREAMS,
+        "store": STORE,
         "vision": ["torchvision>=0.24"],
         "trackers": ["wandb>=0.19", "mlflow>=2.15"],
         "docs": ["pdoc>=15", *TENSORBOARD],

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import fsspec
 import pytest
@@ -13,15 +14,34 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
+from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.store import StoreTakenError
+from hooktrain.utils import comm
+from s3 import s3_server
+from sharding_toys import full_state_dict, make_model, make_sharded
 from toys import model_of
 
 MEMORY = "memory://bucket/run"
 
 
-@pytest.fixture(params=["memory", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with s3_server() as environment:
+        yield environment
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    if request.param == "s3":
+        for name, value in request.getfixturevalue("server").items():
+            monkeypatch.setenv(name, value)
+        bucket = f"bucket-{uuid4()}"
+        fsspec.filesystem("s3").mkdir(bucket)
+        yield f"s3://{bucket}/run"
+        return
     (tmp_path / "store").mkdir()
     yield MEMORY if request.param == "memory" else f"file://{tmp_path}/store"
     MemoryFileSystem.store.clear()
@@ -314,3 +334,60 @@ def test_an_unknown_scheme_is_refused_before_anything_is_made(tmp_path: Path) ->
     with pytest.raises(ValueError, match="nowhere"):
         machine(tmp_path / "a", "nowhere://bucket")
     assert list(tmp_path.iterdir()) == []
+
+
+def share(folder: Path, store: str, background: bool) -> list[bool]:
+    """Save shards, lose the folder, and go on; then another machine begins."""
+
+    def sharded(**options: Any) -> Checkpointer:
+        return Checkpointer(
+            make_sharded(),
+            folder,
+            sharded=True,
+            background=background,
+            store=store,
+            **options,
+        )
+
+    first = sharded()
+    first.begin_run(is_new=True)
+    for iteration in (9, 19):
+        nn.init.constant_(first.model.norm.weight, iteration)
+        first.save(f"model_{iteration:07d}", iteration=iteration)
+        comm.on_all_ranks(first.finish)
+    expected = full_state_dict(first.model)
+    if comm.is_main_process():
+        shutil.rmtree(folder)
+    comm.synchronize()
+    second = sharded()
+    assert second.resume_or_load("")["iteration"] == 19
+    found = full_state_dict(second.model)
+    equal = [torch.equal(found[name], expected[name]) for name in expected]
+    second.begin_run()
+    first.save("model_0000029", iteration=29)
+    with pytest.raises(StoreTakenError):
+        comm.on_all_ranks(first.finish)
+    first.save("model_0000039", iteration=39)
+    comm.on_all_ranks(first.wait)
+    for thread in threading.enumerate():
+        if thread.name == "upload":
+            thread.join()
+    first.background = False
+    with pytest.raises(StoreTakenError):
+        first.save("model_0000049", iteration=49)
+    return equal
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_folders_of_shards_go_there_and_come_back_for_any_number_of_ranks(
+    background: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "store").mkdir()
+    store = f"file://{tmp_path}/store"
+    equal, others = run_ranks(share, 2, tmp_path / "a", store, background)
+    assert equal
+    assert all(equal)
+    assert others == []
+    alone = Checkpointer(make_model(), tmp_path / "b", store=store)
+    assert alone.resume_or_load("")["iteration"] == 19
+    assert torch.equal(alone.model.norm.weight, torch.full((16,), 19.0))

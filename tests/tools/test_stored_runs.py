@@ -1,18 +1,32 @@
 """Runs whose machine is lost: the same command goes on from the store, in an empty folder."""
 
+import json
 import os
 import shutil
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from loading import load_tool
 
 from equality import assert_same_end, metrics
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.engine import HookBase, build_trainer
+from hooktrain.data import build_train_loader
+from hooktrain.engine import (
+    HookBase,
+    SimpleTrainer,
+    build_trainer,
+    default_hooks,
+    default_writers,
+)
+from hooktrain.engine.hooks import CallbackHook
 from processes import end, start
+from s3 import s3_server
+from toys import LinearLoss, batches, sgd
 
 ROOT = Path(__file__).parent.parent.parent
 SETTINGS = [
@@ -90,3 +104,109 @@ def test_a_run_whose_folder_is_lost_twice_ends_as_an_undisturbed_one(
     assert_same_end(tmp_path / "lost", tmp_path / "undisturbed")
     assert metrics(tmp_path / "lost")[-1]["iteration"] == 24
     assert len(list((tmp_path / "lost").glob("events.out.tfevents.*"))) >= 2
+
+
+def small_run(folder: Path, store: str) -> None:
+    """Six iterations with three checkpoints and a best model. Each upload is waited for."""
+    model = LinearLoss()
+    loader = build_train_loader(batches(6)[0], total_batch_size=3, seed=3)
+    trainer = SimpleTrainer(model, loader, sgd(model))
+    trainer.seed = 3
+    checkpointer = Checkpointer(model, folder, store=store, trainer=trainer)
+    made = default_hooks(
+        checkpointer=checkpointer,
+        checkpoint_period=2,
+        eval_function=lambda: {"score": float(trainer.iter)},
+        eval_period=3,
+        best_metric="score",
+        best_mode="max",
+        writers=default_writers(str(folder))[1:2],
+        log_period=1,
+    )
+    trainer.register_hooks(made)
+    wait = CallbackHook(after_step=lambda _: checkpointer.give_up())
+    trainer.register_hooks([wait])
+    checkpointer.resume_or_load("")
+    trainer.train(max_iter=6)
+
+
+def kill_at_request(number: int) -> None:
+    """Kill this process when a request was answered by the server, and nobody has read it."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    send = AIOHTTPSession.send
+    left = number
+
+    async def counted(session: Any, request: Any) -> Any:
+        nonlocal left
+        answer = await send(session, request)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    AIOHTTPSession.send = counted
+
+
+def forked(folder: Path, store: str, kill_at: int = 0) -> bool:
+    """Whether a run in a copy of this process came to its end."""
+    process = os.fork()
+    if process == 0:
+        kill_at_request(kill_at)
+        try:
+            small_run(folder, store)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL)
+    return code == 0
+
+
+def lose_machines(folder: Path, environment: dict[str, str]) -> None:
+    """Kill a run at each of its requests, and go on elsewhere twice."""
+    import s3fs  # noqa: F401 - it takes long, and the copies have it
+
+    os.environ.update(environment)
+    assert forked(folder / "undisturbed", f"file://{folder}/disk")
+    number = 0
+    came_to_its_end = False
+    while not came_to_its_end:
+        number += 1
+        store = f"s3://bucket/run-{number}"
+        came_to_its_end = forked(folder / "first", store, number)
+        shutil.rmtree(folder / "first", ignore_errors=True)
+        if number % 3 == 0:
+            forked(folder / "second", store, 6 + number // 3)
+            shutil.rmtree(folder / "second", ignore_errors=True)
+        assert forked(folder / "last", store)
+        assert_same_end(folder / "last", folder / "undisturbed")
+        best = [
+            read_checkpoint(str(folder / each / "model_best.pth"))["best"]
+            for each in ("last", "undisturbed")
+        ]
+        assert best[0] == best[1]
+        shutil.rmtree(folder / "last")
+        (folder / "killed").write_text(str(number))
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_is_killed_at_any_request_goes_on_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with s3_server() as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        system = fsspec.filesystem("s3")
+        system.mkdir("bucket")
+        code = end(start(lose_machines, tmp_path, environment), limit_seconds=500)
+        assert code == 0
+        assert int((tmp_path / "killed").read_text()) > 25
+        # Nothing else is left there than what the pointer names.
+        for run in system.ls("bucket"):
+            there = {Path(path).name for path in system.ls(run)}
+            pointer = json.loads(system.cat_file(f"{run}/pointer.json"))
+            parts = [each["files"].values() for each in pointer["checkpoints"]]
+            assert len(parts) == 2
+            assert there == {"pointer.json"}.union(*parts)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, checkpointer, folders
@@ -150,6 +151,26 @@ def test_an_iteration_that_is_saved_anyway_is_saved_once_unless_the_disk_was_ful
         trainer.train(max_iter=10)
     assert saved == ["model_0000003"] * (1 + is_full)
     assert pointer(tmp_path).startswith("model_0000003")
+
+
+def test_with_a_store_the_process_ends_when_all_is_there_or_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = "memory://bucket/preempted"
+    trainer = preemptible(tmp_path / "a", signal_at(signal.SIGTERM, 5), store=store)
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=10)
+    assert preemptible(tmp_path / "b", store=store).done == 6
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("refused")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    trainer = preemptible(tmp_path / "b", signal_at(signal.SIGTERM, 8), store=store)
+    with pytest.raises(PermissionError):
+        trainer.train(max_iter=20)
+    assert preemptible(tmp_path / "b", store=store).done == 9
+    MemoryFileSystem.store.clear()
 
 
 def test_a_run_that_begins_anew_is_saved_again(tmp_path: Path) -> None:
