@@ -35,7 +35,14 @@ class LossRecorder:
     Args:
         storage: gets the losses.
         iteration: the first iteration of the run.
+
+    Attributes:
+        compared: a number from 0 to 2^53, which exchanges compare between the ranks.
+        on_difference: is called on all ranks where it differs, and raises an error.
     """
+
+    compared = 0
+    on_difference: Any = None
 
     def __init__(self, storage: EventStorage, iteration: int = 0) -> None:
         self._storage = storage
@@ -120,9 +127,13 @@ class LossRecorder:
         times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        numbers = [comm.get_rank() if stop_requested else -1, clock.own, *times]
+        asking = comm.get_rank() if stop_requested else -1
+        # The maximum of the negative numbers is the minimum of the numbers.
+        numbers = [asking, clock.own, self.compared, -self.compared, *times]
         largest, sums = self._reduce(waiting, numbers, first, finished)
-        stopping, clock.agreed, *slowest = largest
+        stopping, clock.agreed, most, least, *slowest = largest
+        if most != -least:
+            self.on_difference()
         for name, column in self._columns.items():
             for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
+from statistics import mode
 from typing import Any
 
 import torch
@@ -18,13 +19,17 @@ from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
 from hooktrain.utils.env import determinism
 from hooktrain.utils.periods import Period
-from hooktrain.utils.tensors import compute_device, local_tensor
+from hooktrain.utils.tensors import compute_device, is_sharded, local_tensor
 
 _DIFFERS = (
     "iteration %d makes no update: it was computed twice, and a loss, a buffer or the gradient of "
     "a parameter differs: %s. In the first check of a run, suspect a step that is not "
     "deterministic%s; after that, the machine. Where ranks exchange gradients, it is the rank "
     "whose loss or buffer differs"
+)
+_REPLICAS = (
+    "the weights of the ranks differ: their bytes add up to %d, but not on the ranks %s. Of two "
+    "ranks either may be wrong. Go on from a checkpoint before that, on another machine"
 )
 
 
@@ -37,8 +42,12 @@ class ReplayCheck(HookBase):
     generators, and the position in the data. A step that is not deterministic differs in the first
     check, and the error says so.
 
-    A check costs a forward and a backward pass, and memory for another set of gradients. What both
-    passes share shows no difference, such as a weight that changed before.
+    What both passes share shows no difference, such as a weight that changed before. So a check
+    also adds the bytes of the weights that each rank has as a whole. The sum travels with the
+    metrics: the next exchange (``gather_metric_period``), which also comes before each checkpoint,
+    ends the run if a rank has another one. Shards and buffers differ anyway, and are left out.
+
+    A check costs a forward and a backward pass, and memory for another set of gradients.
 
     Args:
         period: in iterations, or like ``"1 epoch"``. The first iteration of a run is not checked,
@@ -72,6 +81,7 @@ class ReplayCheck(HookBase):
         trainer = self.trainer
         del trainer.compute_gradients  # the method of its class is there again
         model = unwrap_model(trainer.model)
+        self._compare_ranks(model)
         taken = [next(batches) for _ in range(trainer.batches_per_step)]
         # Copies, since a model may change its batch, and so may broken memory.
         again, buffers = copy.deepcopy((taken, list(model.buffers())))
@@ -90,6 +100,22 @@ class ReplayCheck(HookBase):
         if found:
             raise RuntimeError(_DIFFERS % (trainer.iter, found[:8], determinism()))
         return result
+
+    def _compare_ranks(self, model: nn.Module) -> None:
+        """Let the next exchange compare the weights that every rank has as a whole."""
+        total = 0
+        for parameter in model.parameters():
+            if not is_sharded(parameter):
+                row = parameter.detach().flatten().view(torch.uint8)
+                total += int(row.sum())  # host-device synchronisation
+        losses = self.trainer._losses
+        losses.compared = total
+        losses.on_difference = self._name_ranks
+
+    def _name_ranks(self) -> None:
+        sums = comm.all_gather(self.trainer._losses.compared)
+        others = [rank for rank, each in enumerate(sums) if each != mode(sums)]
+        raise RuntimeError(_REPLICAS % (mode(sums), others))
 
 
 def _rows(model: nn.Module, losses: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -268,3 +269,46 @@ def test_what_cannot_be_computed_twice_is_refused() -> None:
         trainer.register_hooks([ReplayCheck(5)])
         with pytest.raises(TypeError, match="step of its own"):
             trainer.train(max_iter=2)
+
+
+class Drifting(Flipping):
+    """Flips a bit of a weight on one rank before iteration 4, which stays."""
+
+    def compute_gradients(self, batches: Any) -> Any:
+        if self.is_now("replica"):
+            flip(self.model.module.last.weight)  # type: ignore[union-attr]
+        return super().compute_gradients(batches)
+
+
+def compare_replicas() -> list[Any]:
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        reduced.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    dist.all_reduce = count
+    found: list[Any] = []
+    for hooks in ([], [ReplayCheck(3)]):
+        found.append(failure_of("", 0, *hooks, wrap=DistributedDataParallel))
+        found.append(list(reduced))
+        reduced.clear()
+    dist.all_reduce = all_reduce
+    for rank in (0, 1):
+        options = {"wrap": DistributedDataParallel, "gather_metric_period": 8}
+        told = failure_of("replica", rank, ReplayCheck(3), kind=Drifting, **options)
+        found.append(told[:2])
+    return found
+
+
+def test_ranks_that_have_other_weights_know_it_at_their_next_exchange() -> None:
+    first, second = run_ranks(compare_replicas, 2)
+    assert first == second
+    without, calls, *more = first[:4]
+    assert without == ("", 20, True)
+    assert more == [without, calls]  # no further collective for it
+    for text, updates in first[4:]:
+        assert "weights of the ranks differ" in text
+        assert "on the ranks [1]" in text
+        assert updates == 7  # the eighth has exchanged
