@@ -52,13 +52,16 @@ class JSONWriter(ScalarWriter):
     Args:
         json_file: the file.
         window_size: how many iterations to smooth over, at least 1.
+
+    Attributes:
+        cut: the rows that :meth:`rewind` has cut, and that are not computed again so far.
     """
 
     def __init__(
         self, json_file: str | os.PathLike[str], window_size: int = 20
     ) -> None:
         self._path = Path(json_file)
-        self._cut: deque[Row] = deque()  # by a resume, and not computed again so far
+        self.cut: deque[Row] = deque()
         self._equal = 0  # how many were computed again and are equal
         super().__init__(self._path.name, window_size)
 
@@ -122,7 +125,7 @@ class JSONWriter(ScalarWriter):
         size = storage.file_sizes.get(self.name, len(data))
         if self.name in storage.file_sizes:
             size = self._with_late_write(data, size, iteration - 1)
-        self._cut.clear()
+        self.cut.clear()
         kept = []
         last = -1
         for end, text, line in _read_lines(self._path, data):
@@ -132,9 +135,9 @@ class JSONWriter(ScalarWriter):
                 kept.append(text)
                 last = max(last, at)
             elif iteration > 0:  # it is a resume
-                self._cut.append(line)
+                self.cut.append(line)
         if iteration > 0:
-            logger.info(_CUT, self._path, len(self._cut))
+            logger.info(_CUT, self._path, len(self.cut))
         whole = b"".join(kept)
         if whole != data:
             with atomic_write(self._path) as file:
@@ -164,20 +167,20 @@ class JSONWriter(ScalarWriter):
     def _compare(self, row: Row) -> None:
         """Compare a row with the next one that a resume has cut: they come in the same order."""
         iteration = row["iteration"]
-        while self._cut and self._cut[0]["iteration"] < iteration:
-            self._cut.popleft()  # such as the last row of a run that ended there
-        if not self._cut or self._cut[0]["iteration"] > iteration:
+        while self.cut and self.cut[0]["iteration"] < iteration:
+            self.cut.popleft()  # such as the last row of a run that ended there
+        if not self.cut or self.cut[0]["iteration"] > iteration:
             return
-        before = self._cut.popleft()
+        before = self.cut.popleft()
         for name, was in before.items():
             value = row.get(name, was)
             if value != was and not _OF_THE_MACHINE.search(name):
                 logger.warning(_NOT_EXACT, name, iteration, value, was, determinism())
-                self._cut.clear()
+                self.cut.clear()
                 self._equal = 0
                 return
         self._equal += 1
-        if not self._cut:
+        if not self.cut:
             self.close()
 
     def close(self) -> None:

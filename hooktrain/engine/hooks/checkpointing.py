@@ -6,6 +6,7 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
+from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.solver.checks import another_model
 from hooktrain.utils.file_io import publish
@@ -122,7 +123,8 @@ class PeriodicCheckpointer(HookBase):
         else:
             is_time = self._is_time()
         if is_time:
-            self._save(iteration, **extra)
+            with spent(self.trainer, "save_time"):
+                self._save(iteration, **extra)
 
     def _is_last(self, iteration: int) -> bool:
         return self.max_iter is not None and iteration >= self.max_iter - 1

@@ -15,6 +15,7 @@ from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import delete_replaced
 from hooktrain.engine.hooks.averaging import EMA
+from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.evaluation import flatten_results_dict
 from hooktrain.events.history import Entry
@@ -86,6 +87,10 @@ class EvalHook(HookBase):
             self._do_eval()
 
     def _do_eval(self) -> None:
+        with spent(self.trainer, "evaluation_time"):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
         numbers: dict[str, float] = {}
         error: Exception | None = None
         done = self.trainer.done
@@ -331,7 +336,8 @@ class BestCheckpointer(HookBase):
         # As in detectron2: a subclass learns of a best value, and may refuse it.
         if self._update_best(value, measured_at) is False:
             return
-        with self._ema.swap() if self._ema else nullcontext():
+        averaged = self._ema.swap() if self._ema else nullcontext()
+        with spent(trainer, "save_time"), averaged:
             self._checkpointer.save(
                 self._file_prefix,
                 tag=False,

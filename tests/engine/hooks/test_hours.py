@@ -1,0 +1,103 @@
+"""What a run has spent its time on."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine.hooks import (
+    BestCheckpointer,
+    CallbackHook,
+    EvalHook,
+    Hours,
+    IterationTimer,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+)
+from hooktrain.events import JSONWriter
+from toys import linear_trainer
+
+
+class Slow(HookBase):
+    """Puts the time of a step, in place of a timer, and tells the time of the other parts."""
+
+    now = 0.0
+
+    def before_train(self) -> None:
+        self.trainer.clock.read = lambda: self.now
+
+    def after_step(self) -> None:
+        self.trainer.storage.put_scalar("time", 4.0)
+
+
+def trainer_in(folder: Path, kill_at: int = -1) -> SimpleTrainer:
+    """Evaluates every 4 iterations for 7 seconds and saves every 4 for 3, twice if it is best."""
+    slow = Slow()
+
+    class SlowCheckpointer(Checkpointer):
+        def save(self, *args: Any, **options: Any) -> None:
+            super().save(*args, **options)
+            slow.now += 3
+
+    def evaluate() -> dict[str, float]:
+        slow.now += 7
+        return {"accuracy": 0.5}
+
+    def kill(trainer: Any) -> None:
+        if trainer.iter == kill_at:
+            raise KeyboardInterrupt
+
+    trainer = linear_trainer()
+    saver = SlowCheckpointer(trainer.model, str(folder), trainer=trainer)
+    trainer.checkpointer = saver
+    trainer.register_hooks(
+        [
+            slow,
+            EvalHook(4, evaluate),
+            BestCheckpointer(4, saver, "accuracy", "max"),
+            PeriodicWriter([JSONWriter(folder / "metrics.json")], 1),
+            PeriodicCheckpointer(saver, 4),
+            CallbackHook(after_step=kill),
+            Hours(),
+        ]
+    )
+    return trainer
+
+
+def parts(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[str, float]]:
+    found = re.findall(r"(\w*time): (\S+), (\S+) %", caplog.text)
+    return {name: (text, float(share)) for name, text, share in found}
+
+
+def test_the_parts_of_a_run_that_was_killed_and_resumed_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hooktrain.engine.hooks.hours")
+    killed = trainer_in(tmp_path, kill_at=6)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train(0, 12)
+    caplog.clear()
+    resumed = trainer_in(tmp_path)
+    resumed.checkpointer.resume_or_load("")
+    assert resumed.done == 4
+    resumed.train(max_iter=12)
+    # 12 steps, 3 evaluations, and iterations 4 to 6 again. Of the saves the one of the best and
+    # those at 8 and 12: no checkpoint has its own.
+    total = 48 + 21 + 9 + 12
+    assert parts(caplog) == {
+        "time": ("0:00:48", round(4800 / total, 1)),
+        "evaluation_time": ("0:00:21", round(2100 / total, 1)),
+        "save_time": ("0:00:09", round(900 / total, 1)),
+        "again_time": ("0:00:12", round(1200 / total, 1)),
+        "data_time": ("0:00:00", 0.0),
+    }
+
+
+def test_without_the_hook_nothing_is_recorded() -> None:
+    trainer = linear_trainer(IterationTimer(), EvalHook(2, lambda: {"accuracy": 1.0}))
+    trainer.train(0, 6)
+    assert "evaluation_time" not in trainer.storage.histories()
