@@ -15,6 +15,7 @@ assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
+DETECTION = ["pycocotools>=2.0.8"]
 STREAMS = ["torchdata>=0.10"]
 STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
 
@@ -58,6 +59,7 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
+        "detection": DETECTION,
         "streams": STREAMS,
         "store": STORE,
         "vision": ["torchvision>=0.24"],
@@ -66,6 +68,7 @@ setup(
         "dev": [
             *TENSORBOARD,
             *PLOT,
+            *DETECTION,
             *STREAMS,
             "datasets>=5.0",
             "hypothesis>=6.90",

@@ -1,5 +1,13 @@
 """Data sets, models, evaluators and hooks of the shipped configurations."""
 
+from hooktrain.demos.detection import (
+    DetectionWriter as DetectionWriter,
+    DigitDetector as DigitDetector,
+    DigitScenes as DigitScenes,
+    coco_annotations as coco_annotations,
+    collate_detection as collate_detection,
+    draw_boxes as draw_boxes,
+)
 from hooktrain.demos.digits import (
     CLASS_NAMES as CLASS_NAMES,
     DigitsCNN as DigitsCNN,
