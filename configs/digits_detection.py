@@ -8,13 +8,13 @@ pip install 'hooktrain[detection]'.
 from hooktrain.config import LazyCall as L
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.demos import (
+    CocoEvaluator,
     DetectionWriter,
     DigitDetector,
     DigitScenes,
     coco_annotations,
     collate_detection,
 )
-from hooktrain.evaluation import CocoEvaluator
 
 from .common.optim import AdamW as optimizer
 from .common.schedule import warmup_cosine as lr_multiplier

@@ -1,5 +1,6 @@
 """Data sets, models, evaluators and hooks of the shipped configurations."""
 
+from hooktrain.demos.coco import CocoEvaluator as CocoEvaluator
 from hooktrain.demos.detection import (
     DetectionWriter as DetectionWriter,
     DigitDetector as DigitDetector,

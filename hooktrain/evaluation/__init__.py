@@ -1,6 +1,5 @@
 """Evaluation: running a model over a data set, metrics of its outputs, and expected results."""
 
-from hooktrain.evaluation.coco import CocoEvaluator as CocoEvaluator
 from hooktrain.evaluation.evaluator import (
     DatasetEvaluator as DatasetEvaluator,
     DatasetEvaluators as DatasetEvaluators,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hooktrain.evaluation.evaluator import DatasetEvaluator
+from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)

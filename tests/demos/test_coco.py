@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gloo import run_ranks
-from hooktrain.evaluation import CocoEvaluator
+from hooktrain.demos import CocoEvaluator
 from hooktrain.utils import comm
 
 pytest.importorskip("pycocotools")
