@@ -100,5 +100,5 @@ train.amp = dict(enabled=GPU, dtype="bfloat16")
 train.ema = dict(enabled=True, decay=EMA_DECAY)
 train.checkpointer.period = "1 epoch"
 train.eval_period = "1 epoch"
-train.best_metric = "classification/accuracy@1"
+train.best_metric = "classification/accuracy_top1"
 train.best_mode = "max"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hooktrain.checkpoint.files import (
     MANIFEST,
@@ -271,10 +272,12 @@ def find_set_aside(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
     return str(max(found)[-1] if found else path)
 
 
-def saved_seed(save_dir: AnyPath) -> int | None:
-    """The seed that the newest readable checkpoint of a trainer holds; None without any."""
+def saved_value(save_dir: AnyPath, *keys: str) -> Any:
+    """What the newest readable checkpoint of a trainer holds under these keys; None without any."""
     for name in names_to_resume(save_dir):
         with suppress(OSError, CorruptCheckpointError, LookupError):
-            state = read_checkpoint(os.path.join(save_dir, name), "meta")
-            return int(state["trainer"]["seed"])
+            value = read_checkpoint(os.path.join(save_dir, name), "meta")["trainer"]
+            for key in keys:
+                value = value[key]
+            return value
     return None

@@ -68,7 +68,7 @@ def build_trainer(
     trainer = build_step(cfg, model, loader, optim_wrapper, trainer_class)
     trainer.seed = strategy.seed
     set_end_of_run(cfg, trainer.epoch_length)
-    trainer.meta = {"config": LazyConfig.to_py(cfg)}
+    trainer.meta = {"config": LazyConfig.to_py(cfg), "run_id": cfg.train.run_id}
     checkpointer = build_checkpointer(cfg, trainer, strategy)
     trainer.register_hooks(build_hooks(cfg, model, checkpointer))
     trainer.checkpointer = checkpointer

@@ -9,12 +9,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from hooktrain import events
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import find_set_aside, saved_seed, set_folder_aside
+from hooktrain.checkpoint.resume import find_set_aside, saved_value, set_folder_aside
 from hooktrain.checkpoint.store import Store
 from hooktrain.config import ConfigDict, LazyConfig, resolve
 from hooktrain.engine import hooks
@@ -97,7 +98,7 @@ def default_setup(cfg: Any, args: Any) -> None:
             ``train.cudnn_benchmark`` are looked at. A seed that is None or negative is
             drawn and stored back; a resumed run takes that of the configuration in the
             folder or, if that is damaged, of a checkpoint. Each rank is seeded with the
-            seed plus its rank.
+            seed plus its rank. ``train.run_id`` is drawn and kept in the same way.
         args: the command line's arguments; of them, ``resume``, ``log_level`` and
             ``eval_only``, if there. With ``eval_only`` nothing but the log is written, and
             another run may be using the folder. A restart by torchrun is a resume too.
@@ -141,7 +142,10 @@ def default_setup(cfg: Any, args: Any) -> None:
         on_main_process(Store(store, folder).fetch)
     path = Path(folder or "", "config.json")
     earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
-    _seed(train, folder if resumes else None, earlier)
+    kept = folder if resumes else None
+    _seed(train, kept, earlier)
+    if train.get("run_id") is None:
+        train["run_id"] = on_main_process(partial(_run_id, kept, earlier))
     if isinstance(cfg, ConfigDict):
         resolve(cfg)  # what refers to the seed, or to what a script has changed
     if folder and comm.is_main_process() and not eval_only:
@@ -171,21 +175,26 @@ def _seed(train: Any, folder: str | None, earlier: str) -> None:
     """Seed this process, by the seed of the run in the folder if this one is to draw one."""
     seed = train.get("seed")
     if folder and (seed is None or seed < 0):
-        seed = on_main_process(partial(_drawn_seed, folder, earlier))
+        seed = on_main_process(partial(_drawn, folder, earlier, "seed", "seed"))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
 
 
-def _drawn_seed(folder: str, earlier: str) -> Any:
-    """The seed of the run in a folder, by its configuration or else by a checkpoint."""
+def _run_id(folder: str | None, earlier: str) -> Any:
+    """The id of the run in a folder, or a new one."""
+    kept = folder and _drawn(folder, earlier, "run_id", "meta", "run_id")
+    return kept or uuid4().hex
+
+
+def _drawn(folder: str, earlier: str, name: str, *place: str) -> Any:
+    """What the run in a folder has drawn, by its configuration or else by a checkpoint."""
     try:
-        return json.loads(earlier)["train"]["seed"]
+        return json.loads(earlier)["train"][name]
     except (ValueError, LookupError, TypeError):
-        seed = saved_seed(folder)
-    if seed is not None:
-        logger.warning(
-            "config.json is missing or damaged: a checkpoint has the seed %d", seed
-        )
-    return seed
+        value = saved_value(folder, *place)
+    if value is not None:
+        message = "config.json is missing or damaged: a checkpoint has the %s %s"
+        logger.warning(message, name, value)
+    return value
 
 
 def _log_changes(before: str, now: str) -> None:

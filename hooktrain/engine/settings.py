@@ -28,6 +28,8 @@ def train_settings() -> dict[str, Any]:
         max_epochs=None,  # in place of max_iter. Periods may be "1 epoch" or "10 minutes"
         epoch_length=None,  # iterations of an epoch; None asks the loader
         seed=1,  # None draws one and writes it into config.json, where --resume takes it from
+        # By this an experiment tracker goes on in the same run. None draws one, and keeps it.
+        run_id=None,
         # "auto" takes the processes that there are. Others are a name such as "FSDPStrategy", or a
         # call with options, such as L(FSDPStrategy)(wrap=["Block"]).
         strategy="auto",

@@ -93,7 +93,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             which is the same on every rank to the last bit, so that all ranks can decide by it.
             Accuracies are in percent. ``mean_class_accuracy`` is averaged over the classes that
             occur. ``val_loss`` is the mean cross entropy. For each k of ``topk`` there is
-            ``accuracy@k``.
+            ``accuracy_topk``.
 
         Raises:
             ValueError: on every rank, if no rank had a sample.
@@ -122,7 +122,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         }
         for k in self._topk:
             right = hits[:k].sum().item()
-            results[f"accuracy@{k}"] = 100 * right / total
+            results[f"accuracy_top{k}"] = 100 * right / total
         return {"classification": results}
 
     def _log_table(self, images: Tensor, correct: Tensor, by_class: Tensor) -> None:

@@ -92,6 +92,28 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """The results that are numbers, in a flat dictionary. A warning names the others.
+
+    Raises:
+        TypeError: if the results are no dictionary.
+    """
+    if not isinstance(results, Mapping):
+        raise TypeError(
+            f"eval_function must return a dict of results, but got {results!r}"
+        )
+    numbers = {}
+    left_out = []
+    for name, value in flatten_results_dict(results).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last is a tensor's
+            left_out.append(name)
+    if left_out:
+        logger.warning("Results that are not a number are left out: %s", left_out)
+    return numbers
+
+
 def _text(value: Any) -> str:
     if isinstance(value, Real):
         return f"{float(value):.4f}"

@@ -9,6 +9,8 @@ from hooktrain.utils import comm
 
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
 
+_MAX_UNDELIVERED = 10_000  # rows that wait for a tracker
+
 # These metrics are smoothed by the mean, which includes evaluations in between.
 TIMES = ("time", "data_time")
 
@@ -17,7 +19,13 @@ class EventWriter:
     """Writes metrics of the current storage to a file, a terminal or elsewhere.
 
     Every rank has its writers. A subclass has to define :meth:`write` only.
+
+    Attributes:
+        may_fail: whether a run goes on when :meth:`write` or :meth:`close` fails, as is right for
+            a service that may be away for some time.
     """
+
+    may_fail = False
 
     def write(self) -> None:
         """Write what is new in ``get_event_storage()``."""
@@ -44,18 +52,19 @@ class ScalarWriter(EventWriter):
 
     Attributes:
         name: the name under which the storage keeps how much the writer has written: its kind.
-            Further writers of a kind get ``#1``, ``#2`` behind it, in the order of their rewinds.
+            Further writers of a kind get ``#1``, ``#2`` behind it, in the order in which a run
+            calls them first.
     """
 
     def __init__(self, kind: str, window_size: int) -> None:
         self.name = self._kind = kind
         self._window_size = window_size
-        self._counts: dict[HistoryBuffer, int] = {}  # of the values that are written
 
     def write(self) -> None:
         """Write the new values. After an error they are still new."""
         if comm.is_main_process():
             storage = get_event_storage()
+            self._take_name(storage)
             scalars = self.new_scalars(storage)
             self.write_scalars(storage, scalars)
             self.mark_written(storage)
@@ -72,47 +81,39 @@ class ScalarWriter(EventWriter):
         its last value is there.
         """
         found: Metrics = {}
+        written = storage.written.get(self.name, {})
         for name, history in storage.histories().items():
-            for value, iteration in self._new_entries(name, history):
+            new_count = history.count - written.get(name, 0)
+            for value, iteration in self._new_entries(name, history, new_count):
                 found.setdefault(iteration, {})[name] = value
         return dict(sorted(found.items()))
 
-    def _new_entries(self, name: str, history: HistoryBuffer) -> list[Entry]:
-        new_count = history.count - self._counts.get(history, 0)
+    def _new_entries(
+        self, name: str, history: HistoryBuffer, new_count: int
+    ) -> list[Entry]:
         if new_count > 0 and history.smoothing_hint:
             ((_, last),) = history.tail(1)
-            smoothed = history.recent_median
-            if name in TIMES:
-                smoothed = history.avg
+            smoothed = history.avg if name in TIMES else history.recent_median
             return [(smoothed(self._window_size), last)]
         new = history.tail(new_count)
         iterations = {iteration for _, iteration in new}
-        last_of_series = []
-        for value, iteration in new:
-            if iteration + 1 not in iterations:
-                last_of_series.append((value, iteration))
-        return last_of_series
+        return [entry for entry in new if entry[1] + 1 not in iterations]
 
     def mark_written(self, storage: EventStorage) -> None:
         """Remember that all values are written."""
-        counts = {}
-        for name, history in storage.histories().items():
-            counts[name] = history.count
-            self._counts[history] = history.count
-        storage.written[self.name] = counts
+        histories = storage.histories()
+        storage.written[self.name] = {n: h.count for n, h in histories.items()}
 
     def rewind(self, iteration: int) -> None:
         """Continue after the last write before the storage was saved."""
-        storage = get_event_storage()
-        count = 0
         self.name = self._kind
+        self._take_name(get_event_storage())
+
+    def _take_name(self, storage: EventStorage) -> None:
+        count = 0
         while storage.writers.setdefault(self.name, self) is not self:
             count += 1
             self.name = f"{self._kind}#{count}"
-        written = storage.written.get(self.name, {})
-        self._counts = {}
-        for name, history in storage.histories().items():
-            self._counts[history] = written.get(name, 0)
 
 
 class FunctionWriter(ScalarWriter):
@@ -124,7 +125,10 @@ class FunctionWriter(ScalarWriter):
         FunctionWriter(wandb.log)
         FunctionWriter(mlflow.log_metrics)
 
-    After a kill, the tracker gets the values after the last checkpoint twice.
+    What the function refuses is given to it again, and in order, by the next write. It waits in
+    the storage, and so in each checkpoint, up to 10,000 iterations with values. After a kill the
+    function gets the values after the last checkpoint twice; the guide shows how a tracker keeps
+    them once.
 
     Args:
         log: the function. It is called as ``log(metrics, step=iteration)``, with a dict of floats
@@ -132,11 +136,19 @@ class FunctionWriter(ScalarWriter):
         window_size: how many iterations to smooth over, at least 1.
     """
 
+    may_fail = True
+
     def __init__(self, log: Callable[..., Any], window_size: int = 20) -> None:
         super().__init__("function", window_size)
         self._log = log
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
-        """Call the function for each iteration."""
-        for iteration, metrics in scalars.items():
+        """Call the function for each iteration that waits, and for the new ones."""
+        key = f"undelivered by {self.name}"
+        rows = [*storage.info.get(key, []), *scalars.items()][-_MAX_UNDELIVERED:]
+        storage.info[key] = rows
+        self.mark_written(storage)
+        while rows:
+            iteration, metrics = rows[0]
             self._log(metrics, step=iteration)
+            del rows[0]

@@ -153,6 +153,23 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     assert new.train.seed != drawn
 
 
+def test_the_id_of_a_run_is_drawn_and_kept_as_the_seed_is(folder: Path) -> None:
+    def begin(output: Path, *overrides: str, stop: int = 2, resume: bool = True) -> str:
+        cfg = config(output, *overrides)
+        default_setup(cfg, Namespace(resume=resume))
+        resume_up_to(stop, cfg)
+        run_id: str = cfg.train.run_id
+        assert LazyConfig.load(output / "config.json").train.run_id == run_id
+        return run_id
+
+    drawn = begin(folder)
+    assert begin(folder, stop=3) == drawn
+    (folder / "config.json").write_text("{")
+    assert begin(folder, stop=4) == drawn
+    assert begin(folder, "train.run_id=mine", stop=5) == "mine"
+    assert begin(folder, resume=False) not in (drawn, "mine")
+
+
 def start(folder: Path, *overrides: str, stop: int = 0, resume: bool = False) -> Any:
     """Start as train_net.py does, and train up to an iteration."""
     cfg = config(folder, "train.max_iter=6", "train.checkpointer.period=2", *overrides)

@@ -72,9 +72,9 @@ def test_a_label_may_be_among_the_highest_logits() -> None:
         evaluator.process([torch.zeros(1), own], outputs)
     results = evaluator.evaluate()["classification"]
     places = [int((row > row[i]).sum()) for row, i in zip(logits, labels, strict=True)]
-    assert results["accuracy@1"] == results["accuracy"]
-    assert results["accuracy@5"] == 100 * sum(place < 5 for place in places) / 101
-    assert 20 < results["accuracy@5"] < 80
+    assert results["accuracy_top1"] == results["accuracy"]
+    assert results["accuracy_top5"] == 100 * sum(place < 5 for place in places) / 101
+    assert 20 < results["accuracy_top5"] < 80
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,66 @@ def test_of_times_the_mean_is_given_since_one_iteration_waits_for_all(log: Log) 
     assert log == [({"time": 1.0, "data_time": 1.0, "loss": 0.25}, 4)]
 
 
-def test_what_the_function_has_refused_is_still_new(log: Log) -> None:
-    def fail(metrics: dict[str, float], step: int) -> None:
-        raise ConnectionError
+class Service:
+    """A tracker that is away at some calls."""
 
-    writer = FunctionWriter(fail)
-    with EventStorage(4) as storage:
-        storage.put_scalar("loss", 1.0)
-        for _ in range(2):
+    def __init__(self, *away: int) -> None:
+        self.away = away
+        self.calls = 0
+        self.rows: Log = []
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.calls += 1
+        if self.calls - 1 in self.away:
+            raise ConnectionError("away")
+        self.rows.append((dict(metrics), step))
+
+
+def put(storage: EventStorage, *iterations: int) -> None:
+    for storage.iter in iterations:
+        storage.put_scalar("loss", float(storage.iter))
+        if storage.iter % 2 == 0:
+            storage.put_scalar("accuracy", storage.iter / 8, smoothing_hint=False)
+
+
+ROWS = [
+    ({"accuracy": 0.0}, 0),
+    ({"loss": 1.0}, 1),
+    ({"accuracy": 0.25}, 2),
+    ({"loss": 3.0}, 3),
+    ({"accuracy": 0.5}, 4),
+    ({"loss": 5.0}, 5),
+]
+
+
+def test_what_a_tracker_refuses_is_delivered_later_once_and_in_order() -> None:
+    service = Service(1, 2)  # the second row, and again in the next period
+    writer = FunctionWriter(service.log, window_size=1)
+    with EventStorage() as storage:
+        for period in ((0, 1), (2, 3)):
+            put(storage, *period)
             with pytest.raises(ConnectionError):
                 writer.write()
+        assert service.rows == ROWS[:1]
+        put(storage, 4, 5)
+        writer.write()
+        writer.write()
+    assert service.rows == ROWS
+
+
+def test_what_waits_for_a_tracker_is_in_the_checkpoint() -> None:
+    service = Service(1)
+    with EventStorage() as storage:
+        put(storage, 0, 1)
+        with pytest.raises(ConnectionError):
+            FunctionWriter(service.log, window_size=1).write()
+    saved = storage.state_dict()
+    for _ in range(2):  # what a state has is not changed by who loads it
+        loaded = EventStorage()
+        loaded.load_state_dict(saved)
+        with loaded:
+            writer = FunctionWriter(service.log, window_size=1)
+            writer.rewind(2)
+            put(loaded, 2, 3)
+            writer.write()
+    assert service.rows == [*ROWS[:1], *ROWS[1:4], *ROWS[1:4]]

@@ -88,7 +88,7 @@ def test_a_run_is_judged_by_the_five_highest(images: Path, undisturbed: Any) -> 
     ):
         highest = torch.cat([model(batch) for batch in batches]).topk(5).indices
         right = (highest == labels[:, None]).any(1).double().mean().item()
-        assert found["classification"]["accuracy@5"] == pytest.approx(100 * right)
+        assert found["classification"]["accuracy_top5"] == pytest.approx(100 * right)
     assert (folder / "model_best.pth").is_file()
 
 

@@ -17,7 +17,7 @@ from hooktrain.checkpoint.resume import delete_replaced
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import HookBase, TrainerBase
-from hooktrain.evaluation import flatten_results_dict
+from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
@@ -46,6 +46,8 @@ class EvalHook(HookBase):
         eval_period: in iterations, or like ``"1 epoch"`` or ``"1 hour"``; 0 evaluates at the end
             only.
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
+            Other values in it, such as torchmetrics' list of classes, are named in the log and
+            left out.
         eval_after_train: whether to evaluate at the end.
 
     Attributes:
@@ -97,7 +99,7 @@ class EvalHook(HookBase):
         seed_step(self.trainer.seed, done, comm.data_parallel_rank(), "evaluation")
         try:
             self.last_results = self._func() or {}
-            numbers = _as_numbers(self.last_results)
+            numbers = as_numbers(self.last_results)
         except Exception as raised:
             logger.error(
                 "The evaluation failed: the run ends when the other hooks are done"
@@ -139,22 +141,6 @@ def _wait_for_all_ranks(seconds: float | None) -> bool:
     worker = BackgroundWorker("meeting")
     worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
     return worker.wait(seconds)
-
-
-def _as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    if not isinstance(results, Mapping):
-        raise TypeError(
-            f"eval_function must return a dict of results, but got {results!r}"
-        )
-    numbers = {}
-    for name, value in flatten_results_dict(results).items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"results must be numbers, but {name!r} is {value!r}"
-            ) from None
-    return numbers
 
 
 def check_mode(mode: str | None, metric: str) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from hooktrain.engine.train_loop import HookBase
@@ -13,6 +13,8 @@ from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
+
+_NOT_WRITTEN = "%s: NOT WRITTEN %s: %r. It is tried again, also by a resumed run"
 
 
 class IterationTimer(HookBase):
@@ -84,6 +86,8 @@ class PeriodicWriter(HookBase):
     Register it after the hooks whose metrics it writes, and before the checkpointer: then the
     files are complete up to each checkpoint. A run that fails writes no part of a period:
     the resumed run writes it whole. A full disk ends the run only if it is full at the end.
+    A writer that :attr:`~hooktrain.events.EventWriter.may_fail`, such as a tracker's, never ends
+    it: each failure is logged, also at the end.
 
     Args:
         writers: the writers, called in order.
@@ -106,26 +110,27 @@ class PeriodicWriter(HookBase):
         """Write where a period ends."""
         if self._period.is_due_or_last(self.trainer):
             for writer in self._writers:
-                self._write(writer)
+                self._call(writer, writer.write)
 
-    def _write(self, writer: EventWriter) -> None:
+    def _call(self, writer: EventWriter, method: Callable[[], None]) -> None:
+        """Call a method of a writer; log an error that does not end the run."""
+        is_over = self.trainer.succeeded
         try:
-            writer.write()
-        except OSError as error:
-            if not is_disk_full(error):
+            method()
+        except Exception as error:
+            if not writer.may_fail and (is_over or not is_disk_full(error)):
                 raise
-            logger.error(
-                "%s: NOT WRITTEN, will be tried again: %s", type(writer).__name__, error
-            )
+            when = "AT THE END OF THE RUN" if is_over else "so far"
+            logger.error(_NOT_WRITTEN, type(writer).__name__, when, error)
 
     def after_train(self) -> None:
         """Close all writers; after a good end they first write what came last."""
         # Each is called even if another one fails.
         with ExitStack() as stack:
             for writer in reversed(self._writers):
-                stack.callback(writer.close)
+                stack.callback(self._call, writer, writer.close)
                 if self.trainer.succeeded:
-                    stack.callback(writer.write)
+                    stack.callback(self._call, writer, writer.write)
 
 
 class RunSummary(HookBase):

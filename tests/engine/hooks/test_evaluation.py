@@ -52,6 +52,24 @@ def test_results_become_metrics_with_slashes() -> None:
     assert not trainer.storage.smoothing_hints()["speed"]
 
 
+def test_results_that_are_not_a_number_are_left_out_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # As torchmetrics' MeanAveragePrecision gives them.
+    results = {
+        "map": torch.tensor(0.5),
+        "classes": torch.tensor([1, 2]),
+        "names": "cat, dog",
+        "none": None,
+    }
+    trainer = Idle(EvalHook(0, lambda: results))
+    trainer.train(0, 1)
+    assert trainer.storage.latest() == {"map": (0.5, 1)}
+    assert trainer.hooks[0].last_results is results  # type: ignore[attr-defined]
+    (line,) = caplog.messages
+    assert "['classes', 'names', 'none']" in line
+
+
 def test_a_run_that_was_stopped_is_evaluated() -> None:
     calls: list[int] = []
     stop = CallbackHook(after_step=lambda t: t.iter == 1 and t.request_stop("now"))

@@ -277,6 +277,69 @@ def test_a_full_disk_is_an_error_at_the_end_only(
         Idle(PeriodicWriter([Full()], period=9)).train(0, 3)
 
 
+class Service:
+    """A tracker that is away up to some iteration."""
+
+    def __init__(self, back_at: float) -> None:
+        self.back_at = back_at
+        self.rows: list[tuple[int, float]] = []
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        if get_event_storage().iter < self.back_at:
+            raise ConnectionError("the service is away")
+        self.rows.append((step, metrics["loss"]))
+
+
+def train_with_a_service(folder: Path, service: Service) -> None:
+    def put(trainer: Any) -> None:
+        trainer.storage.put_scalar("loss", float(trainer.iter))
+
+    trainer = Idle(CallbackHook(after_step=put))
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=trainer)
+    writers = [FunctionWriter(service.log, 1), JSONWriter(folder / "metrics.json")]
+    save = PeriodicCheckpointer(checkpointer, 2)
+    trainer.register_hooks([PeriodicWriter(writers, 2), save])
+    checkpointer.resume_or_load("")
+    trainer.train(max_iter=8)
+
+
+SERVED = [(1, 1.0), (3, 3.0), (5, 5.0), (7, 7.0)]
+
+
+def test_a_tracker_that_is_away_ends_no_run_and_gets_all_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(back_at=5)
+    train_with_a_service(tmp_path, service)
+    assert service.rows == SERVED
+    assert caplog.text.count("the service is away") == 2  # once a period
+    rows = load_json_metrics(tmp_path / "metrics.json")
+    assert [row["iteration"] for row in rows] == [1, 3, 5, 7]
+
+
+def test_what_a_tracker_has_missed_is_told_at_the_end_and_delivered_by_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_with_a_service(tmp_path, Service(math.inf))
+    assert "AT THE END OF THE RUN" in caplog.messages[-1]
+    caplog.clear()
+    service = Service(0)
+    train_with_a_service(tmp_path, service)
+    assert service.rows == SERVED
+    assert not caplog.messages
+
+
+def test_a_tracker_that_cannot_be_closed_ends_no_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Stuck(FunctionWriter):
+        def close(self) -> None:
+            raise ConnectionError("stuck")
+
+    Idle(PeriodicWriter([Stuck(print)])).train(0, 2)
+    assert "stuck" in caplog.text
+
+
 def test_a_printer_learns_the_end_of_each_run(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Idle(PeriodicWriter([CommonMetricPrinter()], period=5))
     with caplog.at_level(logging.INFO):
