@@ -15,7 +15,7 @@ assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
-DETECTION = ["pycocotools>=2.0.8"]
+DETECTION = ["pillow>=9.4", "pycocotools>=2.0.8"]
 STREAMS = ["torchdata>=0.10"]
 STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
 

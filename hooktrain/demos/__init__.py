@@ -1,6 +1,11 @@
 """Data sets, models, evaluators and hooks of the shipped configurations."""
 
-from hooktrain.demos.coco import CocoEvaluator as CocoEvaluator
+from hooktrain.demos.coco import (
+    AspectRatioSampler as AspectRatioSampler,
+    CocoDataset as CocoDataset,
+    CocoEvaluator as CocoEvaluator,
+    build_coco_train_loader as build_coco_train_loader,
+)
 from hooktrain.demos.detection import (
     DetectionWriter as DetectionWriter,
     DigitDetector as DigitDetector,

@@ -1,4 +1,4 @@
-"""Average precision of detected boxes, as the COCO benchmark measures it."""
+"""Data sets in COCO format, and the average precision of boxes as that benchmark measures it."""
 
 import io
 import json
@@ -9,8 +9,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from hooktrain.data import StreamSampler, build_train_loader
 from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.utils import comm
 
@@ -19,6 +23,136 @@ logger = logging.getLogger(__name__)
 # What the first numbers of pycocotools' summary are.
 _NAMES = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100"]
 _NAMES += ["ARs", "ARm", "ARl"]
+
+Sample = dict[str, Any]
+
+
+class CocoDataset(Dataset[Sample]):
+    """The images of a folder, with their boxes from a file in COCO format.
+
+    A sample has ``image``, float32 of shape (3, H, W) in [0, 1], which Pillow reads; ``boxes``,
+    (x1, y1, x2, y2) of shape (K, 4); ``labels``, the ids of their categories; and ``image_id``.
+    Crowds are left out.
+
+    Args:
+        root: the folder of the images.
+        annotations: the file.
+        train: whether to leave out images without a box, and to mirror half of the others, as
+            torch's global generator decides.
+
+    Attributes:
+        images: what the file says of each image.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        annotations: str | os.PathLike[str],
+        train: bool,
+    ) -> None:
+        content = json.loads(Path(annotations).read_text("utf-8"))
+        self._root = Path(root)
+        self._train = train
+        # For each image the boxes (x, y, width, height) and the category of each.
+        self._objects: dict[int, list[list[float]]] = {}
+        for each in content["annotations"]:
+            if not each.get("iscrowd") and min(each["bbox"][2:]) > 0:
+                own = self._objects.setdefault(each["image_id"], [])
+                own.append([*each["bbox"], each["category_id"]])
+        self.images: list[Sample] = [
+            image
+            for image in content["images"]
+            if not train or image["id"] in self._objects
+        ]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        from PIL import Image
+
+        image_id = self.images[index]["id"]
+        with Image.open(self._root / self.images[index]["file_name"]) as file:
+            pixels = np.array(file.convert("RGB"))
+        image = torch.from_numpy(pixels).permute(2, 0, 1) / 255
+        objects = torch.tensor(self._objects.get(image_id, [])).view(-1, 5)
+        boxes = objects[:, :4].clone()
+        boxes[:, 2:] += boxes[:, :2]
+        if self._train and torch.rand(()) < 0.5:
+            image = image.flip(2)
+            boxes[:, [0, 2]] = image.shape[2] - boxes[:, [2, 0]]
+        labels = objects[:, 4].long()
+        return {"image": image, "boxes": boxes, "labels": labels, "image_id": image_id}
+
+
+class AspectRatioSampler(StreamSampler):
+    """Shuffles so that the images of a batch of all ranks are of similar shape.
+
+    Images are divided into groups by the ratio of their sides, and each batch is of one group. So
+    little is padded. A group's last batch in an epoch is filled up with images of that group.
+
+    Args:
+        ratios: width by height of each image.
+        batch_size: images of a batch of all ranks together.
+        groups_in_octave: how many groups there are between a ratio and twice that ratio, as
+            ``--aspect-ratio-group-factor`` of torchvision's references.
+        seed: see :class:`hooktrain.data.StreamSampler`.
+    """
+
+    def __init__(
+        self,
+        ratios: Sequence[float],
+        batch_size: int,
+        groups_in_octave: int = 3,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(seed)
+        octaves = torch.tensor(ratios).log2().clamp(-1, 1)
+        self._group_of = (octaves * groups_in_octave).floor().long()
+        self._batch_size = batch_size
+
+    def epoch_indices(self, epoch: int) -> Tensor:
+        """The order of one epoch, a whole number of batches."""
+        generator = self.generator(epoch)
+        order = torch.randperm(len(self._group_of), generator=generator)
+        batches: list[Tensor] = []
+        for group in self._group_of.unique():
+            members = order[self._group_of[order] == group]
+            missing = -len(members) % self._batch_size
+            rounds = -(-missing // len(members))
+            filled = members.repeat(1 + rounds)[: len(members) + missing]
+            batches += filled.view(-1, self._batch_size)
+        shuffled = torch.randperm(len(batches), generator=generator)
+        return torch.stack(batches)[shuffled].flatten()
+
+
+def build_coco_train_loader(
+    root: str | os.PathLike[str],
+    annotations: str | os.PathLike[str],
+    *,
+    total_batch_size: int,
+    seed: int | None = None,
+    **options: Any,
+) -> Any:
+    """A training loader of a :class:`CocoDataset`, with batches of similar shapes.
+
+    Args:
+        root: the folder of the images.
+        annotations: the file in COCO format.
+        total_batch_size: see :func:`hooktrain.data.build_train_loader`.
+        seed: see :func:`hooktrain.data.build_train_loader`.
+        options: of torch's ``DataLoader``.
+    """
+    dataset = CocoDataset(root, annotations, train=True)
+    ratios = [image["width"] / image["height"] for image in dataset.images]
+    sampler = AspectRatioSampler(ratios, total_batch_size, seed=seed)
+    return build_train_loader(
+        dataset,
+        total_batch_size=total_batch_size,
+        sampler=sampler,
+        seed=seed,
+        **options,
+    )
 
 
 class CocoEvaluator(DatasetEvaluator):

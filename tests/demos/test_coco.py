@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from gloo import run_ranks
-from hooktrain.demos import CocoEvaluator
+from hooktrain.demos import (
+    AspectRatioSampler,
+    CocoDataset,
+    CocoEvaluator,
+    build_coco_train_loader,
+    collate_detection,
+)
+from hooktrain.demos.samples import write_png
 from hooktrain.utils import comm
 
 pytest.importorskip("pycocotools")
@@ -124,3 +131,63 @@ def _evaluate_on_ranks() -> dict[str, dict[str, float]]:
 def test_ranks_share_the_images_and_get_the_same_results() -> None:
     expected = evaluator_of(list(range(IMAGES))).evaluate()
     assert run_ranks(_evaluate_on_ranks, 2) == [expected, expected]
+
+
+def coco_folder(folder: Path) -> tuple[Path, Path]:
+    """Four wide images and two high ones; the last has a crowd only."""
+    content = annotations()
+    for i, image in enumerate(content["images"]):
+        height, width = (40, 80) if i < 4 else (80, 40)
+        image |= {"file_name": f"{i}.png", "height": height, "width": width}
+        write_png(folder / f"{i}.png", torch.full((1, height, width), i / 5))
+    for each in content["annotations"]:
+        each["iscrowd"] = int(each["image_id"] == 5)
+    path = folder / "truth.json"
+    path.write_text(json.dumps(content))
+    return folder, path
+
+
+def test_images_are_read_with_their_boxes_and_half_of_them_are_mirrored(
+    tmp_path: Path,
+) -> None:
+    folder, path = coco_folder(tmp_path)
+    tested = CocoDataset(folder, path, train=False)
+    assert len(tested) == 6
+    sample = tested[3]
+    assert sample["image_id"] == 3
+    assert sample["image"].shape == (3, 40, 80)
+    assert sample["image"].unique().tolist() == [pytest.approx(0.6)]
+    assert sample["boxes"].tolist() == [[10, 8, 30, 24], [80, 8, 140, 64]]
+    assert sample["labels"].tolist() == [7, 3]
+    assert tested[5]["boxes"].shape == (0, 4)
+
+    trained = CocoDataset(folder, path, train=True)
+    assert len(trained) == 5
+    torch.manual_seed(0)
+    seen = [trained[3]["boxes"][0].tolist() for _ in range(100)]
+    assert 30 < seen.count([10, 8, 30, 24]) < 70
+    assert seen.count([10, 8, 30, 24]) + seen.count([50, 8, 70, 24]) == 100
+
+
+def test_each_batch_is_of_one_shape_and_an_epoch_has_every_image(
+    tmp_path: Path,
+) -> None:
+    ratios = [2.0] * 7 + [0.5] * 2 + [1.0]
+    sampler = AspectRatioSampler(ratios, batch_size=4, seed=0)
+    epochs = [sampler.epoch_indices(epoch) for epoch in range(2)]
+    assert not torch.equal(*epochs)
+    for order in epochs:
+        assert sorted(set(order.tolist())) == list(range(10))
+        batches = order.view(-1, 4).tolist()
+        assert len(batches) == 4
+        for batch in batches:
+            assert len({ratios[index] for index in batch}) == 1
+    again = AspectRatioSampler(ratios, batch_size=4, seed=0)
+    assert torch.equal(again.epoch_indices(1), epochs[1])
+
+    loader = build_coco_train_loader(
+        *coco_folder(tmp_path), total_batch_size=2, seed=0, collate_fn=collate_detection
+    )
+    for _, batch in zip(range(6), loader, strict=False):
+        first, second = batch["images"]
+        assert first.shape == second.shape

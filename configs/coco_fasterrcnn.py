@@ -1,0 +1,93 @@
+"""Faster R-CNN with ResNet-50 and a feature pyramid learns COCO, or data in its format, on GPUs.
+
+It needs torchvision and pip install 'hooktrain[detection]'. One override says where the data is,
+dataloader.root=/data/coco; that folder has train2017/, val2017/ and annotations/. Labels are the
+ids of categories, 0 is the background, and model.num_classes is above all of them. Another detector
+is model._target_=torchvision.models.detection.retinanet_resnet50_fpn, for example.
+
+Where the numbers come from: they are those of torchvision's references (references/detection, the
+command in its README): 26 epochs in batches of 16 with rate 0.02, a linear warm-up over 1,000
+iterations, a tenth of the rate from epochs 16 and 22 on, momentum 0.9, weight decay 1e-4, mirrored
+images, and batches of similar aspect ratios, three groups an octave. That norms do not decay is an
+addition; the frozen norms of this model have no parameters. torchvision reports a box AP of 37.0.
+This configuration has not been trained, so it has no result of its own.
+
+Which norm: a GPU has two images, too few for batch norm. torchvision therefore freezes the norms of
+a pre-trained backbone (FrozenBatchNorm2d), and they keep the statistics of ImageNet. With
+model.weights_backbone=null it takes BatchNorm2d, whose running statistics lag behind the weights:
+after a short run the AP may be 0 although the losses fall. Then add the hook PreciseBN, which
+measures them again before each evaluation, or give a backbone with GroupNorm, which has no
+statistics (He et al., arXiv:1811.08883).
+
+PyPI's torchvision is built for the torch of PyPI. Beside a torch from another index, such as +cpu,
+its operators are missing; take both from the same index.
+"""
+
+import torch
+from torchvision.models import detection
+
+from hooktrain.config import LazyCall as L
+from hooktrain.data import build_test_loader
+from hooktrain.demos import (
+    CocoDataset,
+    CocoEvaluator,
+    build_coco_train_loader,
+    collate_detection,
+)
+from hooktrain.solver import MultiStepParamScheduler, WarmupParamScheduler
+
+from .common.optim import SGD as optimizer
+from .common.train import train
+
+EPOCHS, STEPS = 26, [16, 22]
+TOTAL_BATCH = 16  # of all GPUs together; the rate grows with it
+ITERATIONS = EPOCHS * 117_266 // TOTAL_BATCH  # COCO has so many images with a box
+WARMUP = 1000
+GPU = torch.accelerator.is_available()
+
+model = L(detection.fasterrcnn_resnet50_fpn)(
+    weights=None, weights_backbone="IMAGENET1K_V1", num_classes=91
+)
+
+_val_annotations = "${dataloader.root}/annotations/instances_val2017.json"
+dataloader = dict(
+    root="./datasets/coco",
+    train=L(build_coco_train_loader)(
+        root="${dataloader.root}/train2017",
+        annotations="${dataloader.root}/annotations/instances_train2017.json",
+        total_batch_size=TOTAL_BATCH,
+        num_workers=4,
+        pin_memory=GPU,
+        collate_fn=collate_detection,
+        seed="${train.seed}",
+    ),
+    test=L(build_test_loader)(
+        dataset=L(CocoDataset)(
+            root="${dataloader.root}/val2017", annotations=_val_annotations, train=False
+        ),
+        batch_size=1,
+        num_workers=4,
+        collate_fn=collate_detection,
+    ),
+    evaluator=L(CocoEvaluator)(annotations=_val_annotations),
+)
+
+optimizer.lr = 0.02
+optimizer.nesterov = False
+optimizer.weight_decay = 1e-4
+
+lr_multiplier = L(WarmupParamScheduler)(
+    scheduler=L(MultiStepParamScheduler)(
+        values=[1, 0.1, 0.01], num_updates=EPOCHS, milestones=STEPS
+    ),
+    warmup_factor=0.001,
+    warmup_length=WARMUP / ITERATIONS,
+)
+
+train.output_dir = "./output/coco_fasterrcnn"
+train.max_epochs = EPOCHS
+train.auto_scale_lr = dict(enable=True, base_batch_size=TOTAL_BATCH)
+train.checkpointer.period = "1 epoch"
+train.eval_period = "1 epoch"
+train.best_metric = "bbox/AP"
+train.best_mode = "max"
