@@ -4,8 +4,9 @@
     python tools/plot.py RUN RUN --metrics total_loss lr --smooth 10 --out compared.svg
     python tools/plot.py RUN --watch                           # again every ten seconds
 
-RUN is the folder of a run, or its metrics.json. There is a panel each for losses, results of
-evaluations, other metrics, rates and times.
+RUN is the folder of a run, or its metrics.json. Of one run there is a panel each for losses,
+results of evaluations, other metrics, rates and times. Of several there is a panel for each metric,
+and a run has the same colour in all of them.
 """
 
 import argparse
@@ -19,7 +20,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
-from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +36,7 @@ class Line:
 
     values: Points
     count: int = 1  # each point is drawn as the mean of so many, up to itself
+    run: int | None = None  # its colour and mark are this run's; None is one of its own
 
     @property
     def points(self) -> Points:
@@ -67,7 +68,7 @@ def panel_of(metric: str, is_seldom: bool) -> str:
 
 
 def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
-    """The lines of all panels.
+    """The lines of all panels: of one run by kinds of metrics, of several by metric.
 
     Args:
         runs: folders, or files that JSONWriter has written.
@@ -76,7 +77,8 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
         count: how many values to smooth the losses of training over.
     """
     panels: Panels = defaultdict(dict)
-    for run, name_of_run in zip(runs, names_of(runs), strict=True):
+    kinds = {}  # of the panels
+    for number, (run, name_of_run) in enumerate(zip(runs, names_of(runs), strict=True)):
         metrics = read_run(run)
         total = metrics.get("total_loss", [])
         losses = [metrics[name] for name in metrics if is_of_training(name)]
@@ -87,11 +89,15 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
                 continue
             # Training writes all of its metrics together; evaluations write when they come.
             is_seldom = bool(of_training) and not is_written_with(points, of_training)
-            label = f"{name_of_run}: {name}" if len(runs) > 1 else name
             is_smooth = is_loss(name) and not is_seldom
             line = Line(points, count if is_smooth else 1)
-            panels[panel_of(name, is_seldom)][label] = line
-    return {title: panels[title] for title in TITLES if title in panels}
+            title = kind = panel_of(name, is_seldom)
+            label = name
+            if len(runs) > 1:
+                title, label, line.run = name, name_of_run, number
+            kinds.setdefault(title, TITLES.index(kind))
+            panels[title][label] = line
+    return {title: panels[title] for title in sorted(kinds, key=lambda t: kinds[t])}
 
 
 def is_of_training(name: str) -> bool:
@@ -148,11 +154,12 @@ def picture(
     figure.suptitle(title)
     axes: Any = figure.subplots(len(panels), squeeze=False, sharex=True)
     for ax, (heading, panel) in zip(axes[:, 0], panels.items(), strict=True):
-        for label, line in panel.items():
+        for place, (label, line) in enumerate(panel.items()):
             style = ".-" if len(line.values) < 30 else "-"
-            (drawn,) = ax.plot(*zip(*line.points, strict=True), style, label=label)
+            color = f"C{place if line.run is None else line.run}"
+            points = zip(*line.points, strict=True)
+            ax.plot(*points, style, color=color, label=label)
             if line.count > 1:
-                color = drawn.get_color()
                 ax.plot(*zip(*line.values, strict=True), color=color, alpha=0.25)
         scale = "log" if log and spans_decades(panel) else "linear"
         ax.set(title=heading, yscale=scale)
@@ -189,12 +196,16 @@ class Grid:
     def draw(self, heading: str, panel: Panel, log: bool) -> str:
         """A panel: a mark is the mean of a line's points in its column."""
         log = log and spans_decades(panel)
+        marks = [
+            MARKS[(place if line.run is None else line.run) % len(MARKS)]
+            for place, line in enumerate(panel.values())
+        ]
         means = [self.means(line.points, log) for line in panel.values()]
         shown = [y for column in means for y in column.values()] or [0.0]
         low = min(shown)
         high = max(shown)
         rows = [[" "] * self.width for _ in range(ROWS)]
-        for mark, column in zip(cycle(MARKS), means, strict=False):
+        for mark, column in zip(marks, means, strict=True):
             for x, y in column.items():
                 part = (high - y) / ((high - low) or 1)
                 rows[round(part * (ROWS - 1))][x] = mark
@@ -205,7 +216,7 @@ class Grid:
             label = f"{10**y if log else y:.4g}" if has_tick else ""
             drawn.append(f"{label:>10} {'+' if label else '|'}{''.join(row)}".rstrip())
         drawn += self.axis()
-        for mark, label in zip(cycle(MARKS), panel, strict=False):
+        for mark, label in zip(marks, panel, strict=True):
             drawn.append(f"{'':12}{mark} {label}")
         return "\n".join(drawn)
 

@@ -77,7 +77,36 @@ def test_runs_are_told_apart(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, other)
     assert plot.names_of([tmp_path, other / "metrics.json"]) == [tmp_path.name, "run"]
     both = plot.read([run, other], ["lr"], count=1)
-    assert [*both["rates"]] == [f"{run}: lr", f"{other}: lr"]
+    assert [*both["lr"]] == [str(run), str(other)]
+
+
+def test_of_several_runs_each_metric_has_a_panel_and_each_run_one_colour(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    rows = [{"iteration": i, "total_loss": 2.0, "nll": 1.0} for i in range(3)]
+    (other / "metrics.json").write_text("\n".join(map(json.dumps, rows)))
+    panels = plot.read([run, other], [], count=1)
+    assert {title: [*panel] for title, panel in panels.items()} == {
+        "total_loss": ["run", "other"],
+        "classification/accuracy": ["run"],
+        "grad_norm": ["run"],
+        "nll": ["other"],
+        "lr": ["run"],
+        "time": ["run"],
+    }
+    colours = set()
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.legend",
+        lambda ax, **_: colours.update(
+            (line.get_label(), line.get_color()) for line in ax.lines
+        ),
+    )
+    plot.picture(panels, "both", tmp_path / "both.png", log=False)
+    assert colours == {("run", "C0"), ("other", "C1")}
+    text = plot.text(panels, "both", log=False, columns=60)
+    assert [text.count(key) for key in ("* run", "+ other")] == [5, 2]
 
 
 def test_a_picture_has_the_format_of_its_name(
