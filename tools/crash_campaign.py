@@ -11,6 +11,12 @@ undisturbed run, bit for bit, with no process and no temporary file left. And th
 each resume compares the rows that it cuts with those that it computes again. Everything random is
 drawn from ``--seed`` and the number of the try; only the moments at which the operating system acts
 on it differ.
+
+With ``--lose-machine`` the core's script has a store beside its disk. The faults are those of
+machines: the processes are killed and the folder is deleted, at any time or at a request to the
+store; requests fail or are slow; another machine goes on with the run while the first one still
+does. In the end the store alone must hold the run, and nothing that rotation should have taken. In
+every third try the machines have 4, 3, 2 or 1 ranks; then the samples and the rows are compared.
 """
 
 import argparse
@@ -31,11 +37,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import compare_revisions
 import torch
-from crash_scripts import ITERATIONS, SCRIPTS, Variant
+from crash_scripts import BATCH_SIZE, ITERATIONS, SCRIPTS, Variant
 from tabulate import tabulate
 
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -66,6 +72,15 @@ FAULTS = {
     "all processes are suspended": 0.1,
 }
 
+# Those of a campaign that loses machines.
+MACHINE_FAULTS = {
+    "the machine is lost": 4,
+    "the machine is lost at a request to the store": 4,
+    "the machine is lost, and the store was slow": 2,
+    "the machine is lost, and the store has a damaged checkpoint": 1,
+    "a request to the store fails": 2,
+    "another machine goes on with the run": 2,
+}
 
 # Every other try is of a script that uses compat. These are shorter, so they suffer less than half
 # of the faults, and more than a third.
@@ -86,10 +101,12 @@ class AtCall:
     number: int
     error: int | None = None  # None kills
     rank: int = 0
+    folder: str = ""  # in place of the output folder
+    seconds: float = 0.0  # how long each call takes
 
     def install(self, folder: str) -> None:
         """Count the calls of this process from now on."""
-        sys.addaudithook(partial(self._audit, folder))
+        sys.addaudithook(partial(self._audit, self.folder or folder))
         fsync = os.fsync
 
         def counted(file: Any) -> None:
@@ -112,6 +129,7 @@ class AtCall:
             self._count()
 
     def _count(self) -> None:
+        time.sleep(self.seconds)
         self.number -= 1
         if self.number == 0 and self.error is None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -214,10 +232,10 @@ def run(
     fault: str = "",
     seconds: float = 0,
     draw: Any = random,
+    at_call: AtCall | None = None,
 ) -> tuple[int, bool]:
     """Start the training, disturb it, wait for its end; its exit code, and whether it was hit."""
     has_hooks = SCRIPTS[variant.script].has_hooks
-    at_call = None
     if "system call" in fault:
         error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
         at_call = AtCall(draw.randint(1, 60), error, draw.randrange(2))
@@ -226,7 +244,7 @@ def run(
     process = CONTEXT.Process(target=train, args=(str(folder), variant, at_call))
     process.start()
     hit = begun = False
-    if fault and at_call is None:
+    if fault and (at_call is None or at_call.seconds):
         # Most runs have only a part left to do.
         process.join(draw.uniform(0, seconds / 3))
         # A run that still starts has neither a watchdog nor something to save.
@@ -235,6 +253,17 @@ def run(
         hit = (
             may_strike and process.is_alive() and strike(fault, process, variant, draw)
         )
+    end(process)
+    # What comes behind the last save is not waited for: a signal ends the process there.
+    saves = hit and begun and b"Total training time" not in log.read_bytes()[before:]
+    asked = saves and has_hooks and fault.startswith("SIGTERM or SIGINT")
+    if asked and process.exitcode == 1:
+        raise LostRunError("a signal was answered with an error")
+    return process.exitcode, hit or (at_call is not None and process.exitcode != 0)
+
+
+def end(process: Any) -> None:
+    """Wait for the end of all processes of a training."""
     process.join(LIMIT_SECONDS)
     deadline = time.monotonic() + 15
     while (left := parents(process.pid)) and time.monotonic() < deadline:
@@ -242,12 +271,6 @@ def run(
     send(signal.SIGKILL, list(left))
     if left:
         raise LostRunError(f"{len(left)} processes do not end")
-    # What comes behind the last save is not waited for: a signal ends the process there.
-    saves = hit and begun and b"Total training time" not in log.read_bytes()[before:]
-    asked = saves and has_hooks and fault.startswith("SIGTERM or SIGINT")
-    if asked and process.exitcode == 1:
-        raise LostRunError("a signal was answered with an error")
-    return process.exitcode, hit or (at_call is not None and process.exitcode != 0)
 
 
 def damage(folder: Path, fault: str, draw: random.Random) -> None:
@@ -315,6 +338,8 @@ class Campaign:
         rounds: the fewest and the most faults that are drawn for a try.
     """
 
+    kinds: ClassVar = FAULTS
+
     def __init__(
         self, seed: int, faults: int, folder: Path, rounds: tuple[int, int] = (4, 12)
     ) -> None:
@@ -331,7 +356,7 @@ class Campaign:
         It depends neither on where a checkpoint is written nor, but for a stream, on workers.
         """
         workers = variant.workers if variant.streams else 0
-        variant = replace(variant, workers=workers, background=False)
+        variant = replace(variant, workers=workers, background=False, store="")
         with self._lock:
             if variant not in self._undisturbed:
                 folder = self.folder / f"undisturbed-{len(self._undisturbed)}"
@@ -342,35 +367,62 @@ class Campaign:
                 self._undisturbed[variant] = outcome(folder), time.monotonic() - start
             return self._undisturbed[variant]
 
-    def attempt(self, number: int) -> None:
-        """One try: some faults, then to the end."""
-        draw = random.Random(f"{self.seed} {number}")
+    def variant(self, number: int, folder: Path, draw: random.Random) -> Variant:
+        """What a try trains."""
         flags = (False, True)
         script = TURNS[number % len(TURNS)]
         # Streams and early stops are the core's.
         further = flags if script == "core" else (False,)
         choices = list(product((1, 2), (0, 2), flags, flags, further, further))
-        variant = Variant(script, *draw.choice(choices))
-        expected, seconds = self.undisturbed(variant)
+        return Variant(script, *draw.choice(choices))
+
+    def disturb(
+        self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
+    ) -> tuple[int, bool]:
+        """Start a run that a fault strikes; its exit code, and whether it was hit."""
+        code, hit = run(folder, variant, fault, seconds, draw)
+        if hit and "damaged" in fault and folder.is_dir():
+            damage(folder, fault, draw)
+        return code, hit
+
+    def last_run(self, folder: Path, variant: Variant) -> int:
+        """Start it once more, to its end; its exit code."""
+        code, _ = run(folder, variant)
+        return code
+
+    def comparable(self, outcome: Any, variant: Variant) -> Any:
+        """What of an outcome is that of an undisturbed run."""
+        return outcome
+
+    def left(self, folder: Path, variant: Variant) -> list[str]:
+        """The names of files that should not be there."""
+        return [path.name for path in folder.rglob("*") if ".tmp-" in path.name]
+
+    def attempt(self, number: int) -> None:
+        """One try: some faults, then to the end."""
+        draw = random.Random(f"{self.seed} {number}")
         folder = self.folder / f"try-{number}"
+        variant = self.variant(number, folder, draw)
+        expected, seconds = self.undisturbed(variant)
         log = Path(f"{folder}.log")
         log.touch()
         struck: list[str] = []
         problem = ""
         try:
             for _ in range(draw.randint(*self.rounds)):
-                (fault,) = draw.choices(list(FAULTS), list(FAULTS.values()))
-                code, hit = run(folder, variant, fault, seconds, draw)
+                (fault,) = draw.choices(list(self.kinds), list(self.kinds.values()))
+                code, hit = self.disturb(folder, variant, fault, seconds, draw)
                 if hit:
                     struck.append(fault)
-                if hit and "damaged" in fault and folder.is_dir():
-                    damage(folder, fault, draw)
                 if code == 0:
                     break
-            code, _ = run(folder, variant)
+            code = self.last_run(folder, variant)
             if code != 0:
                 raise LostRunError(f"it does not go on: exit code {code}")
-            different = differences(outcome(folder), expected)
+            of_both = [
+                self.comparable(each, variant) for each in (outcome(folder), expected)
+            ]
+            different = differences(*of_both)
             said = log.read_bytes()
             # Rows that a full disk refused, or that a run cut off before its pointer was damaged.
             if b"NOT WRITTEN" in said or b"METRICS ARE LOST" in said:
@@ -381,12 +433,11 @@ class Campaign:
                 different = [path for path in different if not path.startswith(of_best)]
             if different:
                 raise LostRunError(f"bent: {different[:3]}")
-            if unproved := proof_problem(said.decode()):
+            unproved = proof_problem(said.decode())
+            if unproved and variant.batch_size == BATCH_SIZE:
                 raise LostRunError(unproved)
-            if left := [
-                path.name for path in folder.rglob("*") if ".tmp-" in path.name
-            ]:
-                raise LostRunError(f"temporary files are left: {left}")
+            if left := self.left(folder, variant):
+                raise LostRunError(f"files are left: {left}")
         except Exception as error:
             problem = str(error)
         with self._lock:
@@ -398,12 +449,14 @@ class Campaign:
             print(f"try {number}: {problem or 'survived'}; {total}", flush=True)
         if not problem:
             shutil.rmtree(folder)
+            shutil.rmtree(f"{folder}-store", ignore_errors=True)
+            Path(f"{folder}-other.log").unlink(missing_ok=True)
             log.unlink()
 
     def table(self) -> str:
         """How often each fault struck each script."""
         rows = []
-        for fault in FAULTS:
+        for fault in self.kinds:
             counts = [self.struck[script, fault] for script in SCRIPTS]
             rows.append((fault, *counts, sum(counts)))
         sums = [sum(column) for column in list(zip(*rows, strict=True))[1:]]
@@ -428,6 +481,111 @@ class Campaign:
                 self.faults = 0  # the tries that run are the last
 
 
+class LostMachines(Campaign):
+    """Tries whose machines are lost, and their store stays."""
+
+    kinds: ClassVar = MACHINE_FAULTS
+
+    def variant(self, number: int, folder: Path, draw: random.Random) -> Variant:
+        """The core's script with a store."""
+        store = Path(f"{folder}-store")
+        store.mkdir()
+        flags = (False, True)
+        choices = list(product((1, 2), (0, 2), flags, flags, flags, flags))
+        variant = Variant("core", *draw.choice(choices), store=str(store))
+        if number % 3 < 2:
+            return variant
+        # Each machine has another number of ranks, by all of which this batch can be divided.
+        return replace(
+            variant, ranks=1, batch_size=12, streams=False, stops_early=False
+        )
+
+    def comparable(self, outcome: Any, variant: Variant) -> Any:
+        """With other numbers of ranks only the samples are the same."""
+        if variant.batch_size == BATCH_SIZE:
+            return outcome
+        rows = [row["iteration"] for row in outcome["rows"]]
+        return {"data": outcome["trainer"]["data"], "rows": rows}
+
+    def disturb(
+        self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
+    ) -> tuple[int, bool]:
+        """Start a run on a machine that is lost, or whose store fails."""
+        if variant.batch_size != BATCH_SIZE:
+            variant = replace(variant, ranks=draw.choice((4, 2, 3, 1)))
+        if fault.startswith("another machine"):
+            return self.two_machines(folder, variant, seconds, draw)
+        log = Path(f"{folder}.log")
+        before = log.stat().st_size
+        at_call = None
+        if "slow" in fault:
+            at_call = AtCall(0, folder=variant.store, seconds=0.03)
+        elif "request" in fault:
+            error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
+            at_call = AtCall(draw.randint(1, 100), error, folder=variant.store)
+        loses = "lost" in fault
+        signalled = f"SIGKILL, {fault}" if loses else fault
+        code, hit = run(folder, variant, signalled, seconds, draw, at_call)
+        if loses and hit:
+            shutil.rmtree(folder, ignore_errors=True)
+        if hit and "damaged" in fault:
+            self.damage(Path(variant.store), draw)
+        return code, hit or b"NOT IN THE STORE" in log.read_bytes()[before:]
+
+    def two_machines(
+        self, folder: Path, variant: Variant, seconds: float, draw: Any
+    ) -> tuple[int, bool]:
+        """Let another machine begin while the first one trains, which must end then."""
+        first = CONTEXT.Process(target=train, args=(str(folder), variant, None))
+        log = Path(f"{folder}.log")
+        before = log.stat().st_size
+        first.start()
+        first.join(draw.uniform(0, seconds / 2))
+        other = Path(f"{folder}-other")
+        code, _ = run(other, variant)
+        end(first)
+        taken = b"another process goes on"
+        stops = taken in log.read_bytes()[before:]
+        if first.exitcode != 0 and not stops:
+            raise LostRunError("the first of two machines ends with another error")
+        if code != 0 and (stops or taken not in Path(f"{other}.log").read_bytes()):
+            raise LostRunError("the second of two machines ends with an error")
+        shutil.rmtree(folder if code == 0 else other, ignore_errors=True)
+        if code == 0:
+            other.rename(folder)
+        return code, stops
+
+    def damage(self, store: Path, draw: random.Random) -> None:
+        """Cut a file of the newest checkpoint, if there is one before it."""
+        checkpoints = named_in(store)
+        if len(checkpoints) > 1:
+            name, files = checkpoints[-1]["name"], checkpoints[-1]["files"]
+            keys = [key for path, key in files.items() if path.startswith(name)]
+            path = store / draw.choice(keys)
+            os.truncate(path, draw.randrange(path.stat().st_size))
+
+    def last_run(self, folder: Path, variant: Variant) -> int:
+        """Start it to its end; then on a last machine, which gets all of it from the store."""
+        code = super().last_run(folder, variant)
+        shutil.rmtree(folder)
+        return code or super().last_run(folder, variant)
+
+    def left(self, folder: Path, variant: Variant) -> list[str]:
+        """Also what the pointer of the store does not name."""
+        store = Path(variant.store)
+        named = {"pointer.json"}
+        for saved in named_in(store):
+            named.update(saved["files"].values())
+        there = {path.name for path in store.iterdir()}
+        return super().left(folder, variant) + sorted(there ^ named)
+
+
+def named_in(store: Path) -> Any:
+    """The checkpoints that the pointer of a store names."""
+    pointer = store / "pointer.json"
+    return json.loads(pointer.read_text())["checkpoints"] if pointer.exists() else []
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -440,6 +598,9 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=1, help="tries at the same time")
     parser.add_argument(
         "--folder", type=Path, help="for the runs; those that fail stay there"
+    )
+    parser.add_argument(
+        "--lose-machine", action="store_true", help="machines with stores are lost"
     )
     options = parser.parse_args()
     CONTEXT.set_forkserver_preload(
@@ -456,7 +617,8 @@ if __name__ == "__main__":
     first.join()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(options.seed, options.faults, folder)
+    kind = LostMachines if options.lose_machine else Campaign
+    campaign = kind(options.seed, options.faults, folder)
     if options.only is None:
         campaign.go(options.jobs)
     else:
@@ -466,7 +628,8 @@ if __name__ == "__main__":
     for number, variant, struck, problem in campaign.failures:
         print(json.dumps({"try": number, "variant": str(variant), "faults": struck}))
         print(f"  {problem}; see {folder}/try-{number}.log; repeat it by")
-        print(f"  python {sys.argv[0]} --seed {options.seed} --only {number}")
+        lose = " --lose-machine" * options.lose_machine
+        print(f"  python {sys.argv[0]} --seed {options.seed} --only {number}{lose}")
     if not campaign.failures:
         shutil.rmtree(folder)
     sys.exit(bool(campaign.failures))

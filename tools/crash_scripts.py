@@ -48,6 +48,8 @@ class Variant:
         background: save in the background.
         streams: read the data as a stream, which torchdata continues.
         stops_early: end when an evaluation has brought no improvement.
+        store: the folder that takes the place of a store, or "".
+        batch_size: of all ranks.
     """
 
     script: str
@@ -57,6 +59,8 @@ class Variant:
     background: bool
     streams: bool = False
     stops_early: bool = False
+    store: str = ""
+    batch_size: int = BATCH_SIZE
 
 
 def train_loader(variant: Variant) -> Any:
@@ -129,11 +133,13 @@ def core(folder: str, variant: Variant) -> None:
         "model.channels": 4,
         "model.dropout": 0.5,
     }
+    if variant.store:
+        options["train.store"] = f"file://{variant.store}"
     if variant.streams:
         name = f"{stream_loader.__module__}.{stream_loader.__qualname__}"
         options["dataloader.train"] = {"_target_": name, "num_workers": variant.workers}
     else:
-        options["dataloader.train.total_batch_size"] = BATCH_SIZE
+        options["dataloader.train.total_batch_size"] = variant.batch_size
     if variant.stops_early:
         stopping = {
             "_target_": "hooktrain.engine.hooks.EarlyStopping",

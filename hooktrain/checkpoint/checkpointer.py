@@ -115,7 +115,7 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
-        has_store = store and self.save_dir and save_to_disk
+        has_store = store and self.save_dir and comm.is_main_process()
         self._store = Store(store, self.save_dir) if has_store else None
         self._worker = BackgroundWorker("checkpoint")
         self._memory: Any = {}  # of the copy that the background writes

@@ -44,8 +44,9 @@ _BESIDE = (
 )
 # A visible file, or any in a folder: the pointer may be forged.
 _INSIDE = re.compile(r"[^./][^/]*(/\.?[^./][^/]*)?")
-# The names that a run gives to its files in a store. Others may be anybody's.
-_OF_A_RUN = re.compile(r"\d{18,}-\d+-.+")
+# The names that a run gives to its files in a store, and to a pointer that a kill has left half
+# written on a disk. Others may be anybody's.
+_OF_A_RUN = re.compile(r"\d{18,}-\d+-.+|\.pointer\.json\.tmp-hooktrain-.+")
 
 
 class StoreTakenError(RuntimeError):
@@ -228,7 +229,8 @@ class Store:
             self._system.pipe_file(path, content)
 
     def _delete_all_but(self, keys: set[str]) -> None:
-        for path in self._system.ls(self._root, detail=False, refresh=True):
+        self._system.invalidate_cache()
+        for path in self._system.ls(self._root, detail=False):
             key = os.path.basename(path)
             if key not in keys and _OF_A_RUN.fullmatch(key):
                 self._system.rm_file(path)
