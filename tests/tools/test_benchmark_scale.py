@@ -32,9 +32,9 @@ def test_collectives_are_counted_with_their_bytes(
         for line in capsys.readouterr().out.splitlines()
         if line[:1] == "|"
     ]
-    # The maximum has two numbers and one of each iteration. The sum has two of each iteration for
+    # The maximum has five numbers and one of each iteration. The sum has two of each iteration for
     # each of three losses and their sum.
-    size = str(8 * (2 + 20) + 8 * 2 * 20 * 4)
+    size = str(8 * (5 + 20) + 8 * 2 * 20 * 4)
     assert rows[2:] == [
         ["1", "3", "0", "0"],
         ["8", "3", "2", size],
