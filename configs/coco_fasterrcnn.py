@@ -23,6 +23,7 @@ PyPI's torchvision is built for the torch of PyPI. Beside a torch from another i
 its operators are missing; take both from the same index.
 """
 
+import pycocotools  # If it is missing, that is said before the training.
 import torch
 from torchvision.models import detection
 

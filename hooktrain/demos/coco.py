@@ -168,7 +168,7 @@ class CocoEvaluator(DatasetEvaluator):
     """
 
     def __init__(self, annotations: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        # Here, so that nobody trains for hours before hearing that it is missing.
+        # Imported here, since it is an extra.
         from pycocotools import coco, cocoeval
 
         self._coco: Any = coco.COCO

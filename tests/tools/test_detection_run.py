@@ -1,5 +1,6 @@
 """configs/digits_detection.py at a small size, beside a plain loop."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,11 @@ def test_a_run_equals_a_plain_loop_and_keeps_the_best_model_by_ap(
     assert evaluated["bbox"]["AP"] == max(measured)
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == ["0000019.png", "0000039.png"]
+
+
+def test_missing_tools_are_told_before_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    with pytest.raises(ImportError, match="pycocotools"):
+        LazyConfig.load(CONFIG)
