@@ -504,7 +504,7 @@ class LostMachines(Campaign):
         """With other numbers of ranks only the samples are the same."""
         if variant.batch_size == BATCH_SIZE:
             return outcome
-        rows = [row["iteration"] for row in outcome["rows"]]
+        rows = [row["iteration"] for row in outcome["rows"] if len(row) > 1]  # no times
         return {"data": outcome["trainer"]["data"], "rows": rows}
 
     def disturb(

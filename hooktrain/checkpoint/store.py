@@ -11,16 +11,12 @@ import logging
 import os
 import re
 import socket
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from hooktrain.checkpoint.files import (
-    CorruptCheckpointError,
-    is_folder,
-    reading,
-    verify_file,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, reading, verify_file
 from hooktrain.checkpoint.resume import (
     pointed_iteration,
     read_pointer,
@@ -29,7 +25,7 @@ from hooktrain.checkpoint.resume import (
 )
 from hooktrain.checkpoint.sources import copy_remote
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.file_io import AnyPath, atomic_write
+from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -119,21 +115,17 @@ class Store:
                     raise
 
     def _fetch(self, name: str, iteration: int, files: dict[str, str]) -> None:
-        logger.info("Fetching %s from %s", name, self.address)
-        for path, key in files.items():
-            if not _INSIDE.fullmatch(path):
-                raise CorruptCheckpointError(f"{_POINTER} names the file {path!r}")
-            target = self._folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(target) as file:
-                copy_remote(f"{self.address}/{key}", file)
-                file.flush()
-                if target.suffix == ".pth":
-                    verify_file(file.name)
-        if is_folder(self._folder / name):
-            from hooktrain.checkpoint.folders import verify_folder
+        from hooktrain.checkpoint.folders import verify_folder
 
-            verify_folder(self._folder / name)
+        logger.info("Fetching %s from %s", name, self.address)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for first, paths in groupby(sorted(files), lambda path: path.partition("/")[0]):
+            with replacing(self._folder / first) as temporary:
+                for path in paths:
+                    inside = path.removeprefix(first).lstrip("/")
+                    self._get(path, files[path], temporary / inside)
+                if temporary.is_dir():
+                    verify_folder(temporary)
         write_iteration(self._folder, iteration)
         write_pointer(self._folder, name)  # last: after a kill all is fetched again
 
@@ -200,6 +192,17 @@ class Store:
         if key not in known:
             self._system.put_file(str(path), f"{self._root}/{key}")
         return key
+
+    def _get(self, path: str, key: str, target: Path) -> None:
+        """Bring and verify a file."""
+        if not _INSIDE.fullmatch(path):
+            raise CorruptCheckpointError(f"{_POINTER} names the file {path!r}")
+        target.parent.mkdir(exist_ok=True)
+        with atomic_write(target) as file:
+            copy_remote(f"{self.address}/{key}", file)
+            file.flush()
+            if path.endswith(".pth"):
+                verify_file(file.name)
 
     def _read(self, *, own: bool = False) -> list[Any]:
         """The checkpoints that the pointer names, which must be this process's own, or not."""

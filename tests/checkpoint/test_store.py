@@ -168,6 +168,20 @@ def test_what_is_broken_in_the_store_falls_back_to_the_checkpoint_before(
     assert resumed(tmp_path / "a", store) == 29  # the disk has it
 
 
+def test_of_a_broken_folder_nothing_is_left(memory: str, tmp_path: Path) -> None:
+    first = machine(tmp_path / "a", memory, sharded=True)
+    for iteration in (9, 19):
+        save(first, iteration)
+    for name in ("manifest.pth", "state.pth", "__0_0.distcp"):
+        change(memory, f"model_0000019.{name}", None)
+        assert resumed(tmp_path / name, memory) == 9
+        assert not (tmp_path / name / "model_0000019").exists()
+    second = machine(tmp_path / "__0_0.distcp", memory, sharded=True)
+    second.begin_run()
+    save(second, 19)
+    assert resumed(tmp_path / "b", memory) == 19
+
+
 def test_a_damaged_or_forged_pointer_is_an_error(memory: str, tmp_path: Path) -> None:
     save(machine(tmp_path / "a", memory), 9)
     system, root = fsspec.url_to_fs(memory)
