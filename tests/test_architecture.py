@@ -35,7 +35,7 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_200,
+    "checkpoint": 7_210,
     "config": 2_250,
     "data": 2_450,
     "engine": 8_100,
@@ -50,7 +50,7 @@ BUDGETS = {
     "compat": 14_005,
     "demos": 7_460,
 }
-WHOLE = 49_370  # without compat and demos
+WHOLE = 49_385  # without compat and demos
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}

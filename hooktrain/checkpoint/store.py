@@ -25,7 +25,7 @@ from hooktrain.checkpoint.resume import (
 )
 from hooktrain.checkpoint.sources import copy_remote
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
+from hooktrain.utils.file_io import AnyPath, atomic_write, replacing, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,8 @@ _BESIDE = (
 )
 # A visible file, or any in a folder: the pointer may be forged.
 _INSIDE = re.compile(r"[^./][^/]*(/\.?[^./][^/]*)?")
-# The names that a run gives to its files in a store, and to a pointer that a kill has left half
-# written on a disk. Others may be anybody's.
-_OF_A_RUN = re.compile(r"\d{18,}-\d+-.+|\.pointer\.json\.tmp-hooktrain-.+")
+# The names that a run gives to its files in a store. Others may be anybody's.
+_OF_A_RUN = re.compile(r"\d{18,}-\d+-.+")
 
 
 class StoreTakenError(RuntimeError):
@@ -70,6 +69,7 @@ class Store:
         self.address = os.fspath(address).rstrip("/")
         self.worker = BackgroundWorker("upload")
         self._system, self._root = fsspec.url_to_fs(self.address)
+        self._is_disk = getattr(self._system, "local_file", False)
         self._folder = Path(folder)
         self._token = f"{uuid4()} on {socket.gethostname()}"
 
@@ -88,6 +88,8 @@ class Store:
                 f"there is a run in the store {self.address!r}: resume it, or give "
                 "another address"
             )
+        if self._is_disk:
+            sweep(self._root)
         self._write(checkpoints)
 
     def fetch(self) -> None:
@@ -224,8 +226,7 @@ class Store:
         pointer = {"token": self._token, "checkpoints": checkpoints}
         content = json.dumps(pointer, indent=1).encode()
         path = f"{self._root}/{_POINTER}"
-        if getattr(self._system, "local_file", False):
-            # On a disk a kill could leave a half.
+        if self._is_disk:  # where a kill could leave a half
             with atomic_write(path) as file:
                 file.write(content)
         else:

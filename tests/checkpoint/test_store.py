@@ -219,7 +219,8 @@ def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
     system.pipe_file(f"{root}/notes.txt", b"mine")
     # A killed process has not come to its pointer.
     system.pipe_file(f"{root}/1795852534912475873-4-model_0000005.pth", b"left")
-    system.pipe_file(f"{root}/.pointer.json.tmp-hooktrain-1-host", b"left")
+    if store.startswith("file"):
+        system.pipe_file(f"{root}/.pointer.json.tmp-hooktrain-1-host", b"left")
     first = machine(tmp_path / "a", store)
     first.begin_run(is_new=True)
     (tmp_path / "a" / "metrics.json").write_text("1")
