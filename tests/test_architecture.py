@@ -35,11 +35,11 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_210,
+    "checkpoint": 7_215,
     "config": 2_250,
     "data": 2_450,
-    "engine": 8_100,
-    "engine/hooks": 6_895,
+    "engine": 7_570,
+    "engine/hooks": 6_870,
     "evaluation": 2_500,
     "events": 3_900,
     "model": 3_450,
@@ -47,10 +47,10 @@ BUDGETS = {
     "strategy": 3_000,
     "utils": 4_900,
     ".": 400,
-    "compat": 14_005,
+    "compat": 14_000,
     "demos": 7_460,
 }
-WHOLE = 49_385  # without compat and demos
+WHOLE = 49_400  # without compat and demos
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}
