@@ -560,8 +560,8 @@ class LostMachines(Campaign):
         checkpoints = named_in(store)
         if len(checkpoints) > 1:
             name, files = checkpoints[-1]["name"], checkpoints[-1]["files"]
-            keys = [key for path, key in files.items() if path.startswith(name)]
-            path = store / draw.choice(keys)
+            own = [store / key for path, key in files.items() if path.startswith(name)]
+            path = draw.choice([path for path in own if path.stat().st_size])
             os.truncate(path, draw.randrange(path.stat().st_size))
 
     def last_run(self, folder: Path, variant: Variant) -> int:
