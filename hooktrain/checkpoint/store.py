@@ -196,12 +196,19 @@ class Store:
         return key
 
     def _get(self, path: str, key: str, target: Path) -> None:
-        """Bring and verify a file."""
+        """Bring a file, and verify its size; of a checkpoint its checksums, too."""
         if not _INSIDE.fullmatch(path):
             raise CorruptCheckpointError(f"{_POINTER} names the file {path!r}")
         target.parent.mkdir(exist_ok=True)
         with atomic_write(target) as file:
             copy_remote(f"{self.address}/{key}", file)
+            with reading(f"{self.address}/{_POINTER}"):
+                size = int(key.split("-")[1])
+            # Metrics may have got further lines while they were being put there.
+            if file.tell() < size:
+                raise CorruptCheckpointError(
+                    f"{path} has {file.tell()} bytes in the store, and had {size}"
+                )
             file.flush()
             if path.endswith(".pth"):
                 verify_file(file.name)

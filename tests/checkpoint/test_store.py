@@ -168,6 +168,18 @@ def test_what_is_broken_in_the_store_falls_back_to_the_checkpoint_before(
     assert resumed(tmp_path / "a", store) == 29  # the disk has it
 
 
+def test_a_file_beside_a_checkpoint_that_is_cut_counts_as_broken(
+    memory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    save(first, 9)
+    write_beside(tmp_path / "a")
+    save(first, 19)
+    change(memory, "metrics.json", b"metri")
+    assert resumed(tmp_path / "b", memory) == 9
+    assert "metrics.json has 5 bytes" in caplog.text
+
+
 def test_of_a_broken_folder_nothing_is_left(memory: str, tmp_path: Path) -> None:
     first = machine(tmp_path / "a", memory, sharded=True)
     for iteration in (9, 19):
