@@ -88,9 +88,9 @@ class Store:
                 f"there is a run in the store {self.address!r}: resume it, or give "
                 "another address"
             )
+        self._write(checkpoints)
         if self._is_disk:
             sweep(self._root)
-        self._write(checkpoints)
 
     def fetch(self) -> None:
         """Bring the run into the folder, if its newest checkpoint is newer than the folder's.
@@ -102,8 +102,18 @@ class Store:
             OSError: if the store or the disk fails, or files are missing there.
         """
         here = pointed_iteration(self._folder, read_pointer(self._folder))
+        checkpoints = self._read()
+        try:
+            self._fetch_newer(checkpoints, here)
+        except FileNotFoundError:
+            # A machine that still trains replaces what is being fetched.
+            if self._read() == checkpoints:
+                raise
+            self.fetch()
+
+    def _fetch_newer(self, checkpoints: list[Any], here: int | None) -> None:
         newer = [
-            saved for saved in self._read() if here is None or saved["iteration"] > here
+            saved for saved in checkpoints if here is None or saved["iteration"] > here
         ]
         while newer:
             saved = newer.pop()
@@ -233,11 +243,15 @@ class Store:
         pointer = {"token": self._token, "checkpoints": checkpoints}
         content = json.dumps(pointer, indent=1).encode()
         path = f"{self._root}/{_POINTER}"
-        if self._is_disk:  # where a kill could leave a half
+        if not self._is_disk:
+            self._system.pipe_file(path, content)
+            return
+        try:  # a kill could leave a half
             with atomic_write(path) as file:
                 file.write(content)
-        else:
-            self._system.pipe_file(path, content)
+        except FileNotFoundError:
+            self._read(own=True)  # who has claimed the store has swept it
+            raise
 
     def _delete_all_but(self, keys: set[str]) -> None:
         self._system.invalidate_cache()

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,9 +16,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, sources
 from hooktrain.checkpoint.store import StoreTakenError
 from hooktrain.utils import comm
+from hooktrain.utils.file_io import atomic_write
 from s3 import s3_server
 from sharding_toys import full_state_dict, make_model, make_sharded
 from toys import model_of
@@ -347,6 +349,44 @@ def test_of_two_machines_with_one_run_the_later_one_goes_on(
         first.finish()
     save(second, 19)
     assert list(stored(memory))[:2] == ["model_0000009.pth", "model_0000019.pth"]
+
+
+def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_loss(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    save(first, 9)
+
+    def copy_late(address: str, file: Any) -> None:
+        monkeypatch.undo()
+        save(first, 19)
+        save(first, 29)
+        sources.copy_remote(address, file)
+
+    monkeypatch.setattr("hooktrain.checkpoint.store.copy_remote", copy_late)
+    assert resumed(tmp_path / "b", memory) == 29
+
+
+def test_who_writes_the_pointer_while_another_claims_the_store_must_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"file://{tmp_path}/store"
+    (tmp_path / "store").mkdir()
+    first = machine(tmp_path / "a", store)
+    save(first, 9)
+    assert resumed(tmp_path / "b", store) == 9
+
+    @contextmanager
+    def write_late(path: Any) -> Iterator[Any]:
+        with atomic_write(path) as file:
+            yield file
+            monkeypatch.undo()
+            machine(tmp_path / "b", store).begin_run()
+
+    monkeypatch.setattr("hooktrain.checkpoint.store.atomic_write", write_late)
+    with pytest.raises(StoreTakenError, match="another process"):
+        first.finish()
+    assert resumed(tmp_path / "c", store) == 9
 
 
 def test_a_new_run_does_not_replace_one_in_the_store(
