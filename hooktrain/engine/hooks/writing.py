@@ -86,7 +86,7 @@ class PeriodicWriter(HookBase):
     Register it after the hooks whose metrics it writes, and before the checkpointer: then the
     files are complete up to each checkpoint. A run that fails writes no part of a period:
     the resumed run writes it whole. A full disk ends the run only if it is full at the end.
-    A writer that :attr:`~hooktrain.events.EventWriter.may_fail`, such as a tracker's, never ends
+    A writer that may fail (``EventWriter.may_fail``), such as a tracker's, never ends
     it: each failure is logged, also at the end.
 
     Args:
