@@ -720,10 +720,12 @@ def test_a_failure_in_the_last_iteration_is_no_success(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_that_fails_leaves_a_trainer_that_goes_on() -> None:
-    evaluate = Mock(side_effect=[OSError(), {"accuracy": 0.5}, {"accuracy": 0.75}])
+    evaluate = Mock(
+        side_effect=[OSError("gone"), {"accuracy": 0.5}, {"accuracy": 0.75}]
+    )
     trainer = net_trainer()
     trainer.register_hooks([EvalHook(2, evaluate)])
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="gone"):
         trainer.train(0, 6)
     # Iteration 1 was finished when the evaluation after it failed.
     trainer.train(max_iter=6)
