@@ -88,6 +88,8 @@ class Store:
                 f"there is a run in the store {self.address!r}: resume it, or give "
                 "another address"
             )
+        if self._is_disk:
+            os.makedirs(self._root, exist_ok=True)
         self._write(checkpoints)
         if self._is_disk:
             sweep(self._root)

@@ -370,9 +370,9 @@ def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_los
 def test_who_writes_the_pointer_while_another_claims_the_store_must_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = f"file://{tmp_path}/store"
-    (tmp_path / "store").mkdir()
+    store = f"file://{tmp_path}/store"  # it is made
     first = machine(tmp_path / "a", store)
+    first.begin_run(is_new=True)
     save(first, 9)
     assert resumed(tmp_path / "b", store) == 9
 
