@@ -143,7 +143,9 @@ def load_best(checkpointer: Checkpointer, mode: str | None) -> None:
         metric: float = read_checkpoint(path, "meta")["best"]["best_metric"]
         return -metric if mode == "min" else metric
 
-    path = comm.on_main_process(lambda: max(paths, key=value))
+    path = paths[0]
+    if len(paths) > 1:  # each is verified to be asked
+        path = comm.on_main_process(lambda: max(paths, key=value))
     best = load_whole(checkpointer, path)["best"]
     text = "The best %s of the run was %.4g, at iteration %d"
     logger.info(text, best["metric"], best["best_metric"], best["best_iter"])
