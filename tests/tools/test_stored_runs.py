@@ -74,6 +74,16 @@ def run(folder: Path, *extra: str, kill_at: int = -1) -> None:
     assert code == (0 if kill_at < 0 else -signal.SIGKILL)
 
 
+def assert_same_run(folder: Path, other: Path) -> None:
+    """Two runs have the same end, and the same best model in their records."""
+    assert_same_end(folder, other)
+    of_one, of_other = (
+        read_checkpoint(str(each / "model_best.pth"))["best"]
+        for each in (folder, other)
+    )
+    assert of_one == of_other
+
+
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_run_whose_folder_is_lost_twice_ends_as_an_undisturbed_one(
     background: str, tmp_path: Path
@@ -92,12 +102,7 @@ def test_a_run_whose_folder_is_lost_twice_ends_as_an_undisturbed_one(
     shutil.rmtree(tmp_path / "lost")
     run(tmp_path / "lost", *store, "train.seed=null")
     run(tmp_path / "undisturbed", f"train.seed={seed}")
-    assert_same_end(tmp_path / "lost", tmp_path / "undisturbed")
-    best = [
-        read_checkpoint(str(tmp_path / folder / "model_best.pth"))["best"]
-        for folder in ("lost", "undisturbed")
-    ]
-    assert best[0] == best[1]
+    assert_same_run(tmp_path / "lost", tmp_path / "undisturbed")
     # At its end all of it is in the store.
     shutil.rmtree(tmp_path / "lost")
     run(tmp_path / "lost", *store, "train.seed=null")
@@ -182,12 +187,7 @@ def lose_machines(folder: Path, environment: dict[str, str]) -> None:
             forked(folder / "second", store, 6 + number // 3)
             shutil.rmtree(folder / "second", ignore_errors=True)
         assert forked(folder / "last", store)
-        assert_same_end(folder / "last", folder / "undisturbed")
-        best = [
-            read_checkpoint(str(folder / each / "model_best.pth"))["best"]
-            for each in ("last", "undisturbed")
-        ]
-        assert best[0] == best[1]
+        assert_same_run(folder / "last", folder / "undisturbed")
         shutil.rmtree(folder / "last")
         (folder / "killed").write_text(str(number))
 
