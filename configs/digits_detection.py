@@ -24,7 +24,6 @@ from .common.train import train
 
 model = L(DigitDetector)(channels=16)
 
-_test_scenes = L(DigitScenes)(train=False, length=200)
 dataloader = dict(
     train=L(build_train_loader)(
         dataset=L(DigitScenes)(train=True, length=20_000),
@@ -33,9 +32,13 @@ dataloader = dict(
         seed="${train.seed}",
     ),
     test=L(build_test_loader)(
-        dataset=_test_scenes, batch_size=50, collate_fn=collate_detection
+        dataset=L(DigitScenes)(train=False, length=200),
+        batch_size=50,
+        collate_fn=collate_detection,
     ),
-    evaluator=L(CocoEvaluator)(annotations=L(coco_annotations)(dataset=_test_scenes)),
+    evaluator=L(CocoEvaluator)(
+        annotations=L(coco_annotations)(dataset="${dataloader.test.dataset}")
+    ),
 )
 
 optimizer.lr = 3e-3
@@ -49,6 +52,8 @@ train.best_mode = "max"
 
 hooks = [
     L(DetectionWriter)(
-        period=500, dataset=_test_scenes, output_dir="${train.output_dir}"
+        period=500,
+        dataset="${dataloader.test.dataset}",
+        output_dir="${train.output_dir}",
     )
 ]

@@ -24,7 +24,6 @@ SMALL = [
     "model.channels=4",
     f"dataloader.train.total_batch_size={BATCH}",
     "dataloader.test.dataset.length=12",
-    "dataloader.evaluator.annotations.dataset.length=12",
     "optimizer.lr=0.01",
     "train.seed=3",
     "train.device=cpu",
@@ -33,7 +32,6 @@ SMALL = [
     f"train.checkpointer.period={STEPS}",
     "train.log_period=20",
     "hooks.0.period=20",
-    "hooks.0.dataset.length=12",
 ]
 
 
