@@ -183,6 +183,9 @@ class DigitDetector(nn.Module):
         Returns:
             ``{"loss_heat": ..., "loss_box": ...}``, or for each image its ``"boxes"``, ``"scores"``
             and ``"labels"``, from the highest score to the lowest.
+
+        Raises:
+            ValueError: in training mode without targets.
         """
         maps = self.trunk(torch.stack(list(images)))
         heat = self.heat(maps)
@@ -190,7 +193,8 @@ class DigitDetector(nn.Module):
         boxes = _boxes_around_cells(F.softplus(self.sides(maps)) * STRIDE)
         if not self.training:
             return _detections(heat, boxes)
-        assert targets is not None, "a detector is trained with targets"
+        if targets is None:
+            raise ValueError("in training mode give targets too, and not None")
         return self._losses(heat, boxes, targets)
 
     def _losses(
@@ -220,8 +224,8 @@ class DigitDetector(nn.Module):
         x = around[..., 0].clamp(0, width - 1)
         y = around[..., 1].clamp(0, height - 1)
         found = boxes[owners[:, None], :, y, x]
-        _, giou = _overlap(found, wanted[:, None].expand_as(found))
-        loss_box = (1 - giou).sum() / (count * len(near))
+        overlap = _generalised_iou(found, wanted[:, None].expand_as(found))
+        loss_box = (1 - overlap).sum() / (count * len(near))
         return {"loss_heat": loss_heat, "loss_box": loss_box}
 
 
@@ -263,8 +267,8 @@ def _focal_loss(logits: Tensor, goal: Tensor) -> Tensor:
     return -torch.where(goal == 1, right, wrong).sum()
 
 
-def _overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The IoU and the generalised IoU of boxes with boxes, which have one shape (..., 4)."""
+def _generalised_iou(a: Tensor, b: Tensor) -> Tensor:
+    """The generalised IoU of boxes with boxes, which have one shape (..., 4)."""
     inner = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(
         a[..., :2], b[..., :2]
     )
@@ -274,8 +278,7 @@ def _overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     common = inner.clamp(min=0).prod(-1)
     union = _area(a) + _area(b) - common
     whole = outer.prod(-1)
-    iou = common / union
-    return iou, iou - (whole - union) / whole
+    return common / union - (whole - union) / whole
 
 
 def _area(boxes: Tensor) -> Tensor:
@@ -297,9 +300,31 @@ def _detections(heat: Tensor, boxes: Tensor, most: int = 50) -> list[dict[str, T
 
 
 # The digits 0 to 9: five rows of three pixels each, the bits of an octal digit.
-FONT = "75557 26227 71747 71717 55711 74717 74757 71111 75757 75717"
+FONT = (
+    "75557",
+    "26227",
+    "71747",
+    "71717",
+    "55711",
+    "74717",
+    "74757",
+    "71111",
+    "75757",
+    "75717",
+)
 # Red, green and blue of boxes and labels by class.
-COLOURS = "1f77b4 ff7f0e 2ca02c d62728 9467bd 8c564b e377c2 7f7f7f bcbd22 17becf"
+COLOURS = (
+    "1f77b4",
+    "ff7f0e",
+    "2ca02c",
+    "d62728",
+    "9467bd",
+    "8c564b",
+    "e377c2",
+    "7f7f7f",
+    "bcbd22",
+    "17becf",
+)
 
 
 class DetectionWriter(SampleWriter):
@@ -362,7 +387,7 @@ def draw_boxes(image: Tensor, found: Mapping[str, Tensor], zoom: int = 4) -> Ten
     for box, label in zip(
         boxes.tolist(), found["labels"][chosen].tolist(), strict=True
     ):
-        colour = torch.tensor(list(bytes.fromhex(COLOURS.split()[label]))) / 255
+        colour = torch.tensor(list(bytes.fromhex(COLOURS[label]))) / 255
         x1, x2 = (min(max(x, 0), width - 1) for x in box[::2])
         y1, y2 = (min(max(y, 0), height - 1) for y in box[1::2])
         canvas[:, y1 : y2 + 1, [x1, x2]] = colour[:, None, None]
@@ -373,7 +398,7 @@ def draw_boxes(image: Tensor, found: Mapping[str, Tensor], zoom: int = 4) -> Ten
 
 def _write_label(canvas: Tensor, label: int, x: int, y: int, colour: Tensor) -> None:
     """Write a digit above a point, or below it where the canvas ends."""
-    rows = [[int(row) >> bit & 1 for bit in (2, 1, 0)] for row in FONT.split()[label]]
+    rows = [[int(row) >> bit & 1 for bit in (2, 1, 0)] for row in FONT[label]]
     glyph = torch.tensor(rows, dtype=torch.bool)
     glyph = glyph.repeat_interleave(2, 0).repeat_interleave(2, 1)
     height, width = glyph.shape

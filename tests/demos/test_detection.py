@@ -133,3 +133,8 @@ def test_boxes_that_are_sure_are_drawn_with_their_labels() -> None:
     one = inked[12:22:2, 16:22:2].int().tolist()
     assert one == [[0, 1, 0], [1, 1, 0], [0, 1, 0], [0, 1, 0], [1, 1, 1]]
     assert not inked[:12].any()
+
+
+def test_training_without_targets_is_refused() -> None:
+    with pytest.raises(ValueError, match="targets"):
+        DigitDetector(channels=4)([torch.zeros(1, 64, 64)])
