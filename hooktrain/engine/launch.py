@@ -200,19 +200,24 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
 
     @record  # hands an error to torchrun, which prints it as the last thing
     def run() -> Any:
-        environment.join_processes(*how)
         try:
-            return main_func(*args)
+            environment.join_processes(*how)
+            try:
+                return main_func(*args)
+            finally:
+                # After an error others may wait for this rank, and leaving for them.
+                if not isinstance(sys.exc_info()[1], Exception):
+                    environment.leave_processes()
         except Exception as error:
+            if dist.is_torchelastic_launched():
+                # It ends all ranks when one has failed, and a file cut short would end it.
+                with suppress(ValueError):  # outside the main thread
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
             report = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
             first = _first_error(report)
             if first == report:
                 raise
             raise RuntimeError(first) from error
-        finally:
-            # After an error others may wait for this rank, and leaving for them.
-            if not isinstance(sys.exc_info()[1], Exception):
-                environment.leave_processes()
 
     return run()
 

@@ -1,5 +1,6 @@
 """Starting processes, joining a launcher, and what happens when one fails or is asked to end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -184,6 +185,25 @@ def test_a_rank_that_fails_ends_while_others_keep_it_waiting() -> None:
         end(waiting)
     assert failed.returncode == 1
     assert failed.stderr.strip().endswith("KeyError: 'the cause'")
+
+
+def fail_and_be_asked_to_end(variables: dict[str, str]) -> None:
+    """Torchrun asks this rank to end, since another one has failed, as it writes its error."""
+
+    def write(error: Any, file: Any) -> None:
+        file.write(json.dumps(error))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    json.dump = write
+    os.environ.update(variables)
+    launch(dist.all_reduce)  # which needs a tensor
+
+
+def test_torchrun_finds_the_whole_error_of_a_rank_that_it_ends(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    elastic = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
+    assert end(start(fail_and_be_asked_to_end, {**torchrun(), **elastic})) == 1
+    assert "TypeError: " in json.loads(file.read_text())["message"]["message"]
 
 
 @pytest.mark.usefixtures("forked")

@@ -119,7 +119,7 @@ def test_the_error_of_a_rank_is_the_last_thing_printed(folder: Path) -> None:
     )
     printed = done.stdout
     assert done.returncode != 0
-    assert time.time() - (folder / "failed").stat().st_mtime < 10
+    assert "SIGKILL" not in printed  # no rank waits for the failed one
     end = printed[printed.rindex("Root Cause") :]
     assert "KeyError: 'the cause'" in end
     assert [line for line in printed.splitlines() if line.strip(" =")][-1].strip() == (
