@@ -1,7 +1,6 @@
 """The order in which a model becomes ready to train."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -19,7 +18,7 @@ from hooktrain.model.sharding import (
     on_meta,
     select_modules,
 )
-from hooktrain.model.wrappers import unwrap_model
+from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
@@ -35,7 +34,7 @@ ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 _BUCKET_BYTES = 250 * 1024 * 1024
 
 
-class BaseStrategy(ABC):
+class BaseStrategy:
     """Where a model lives, and in which order it becomes ready to train.
 
     :meth:`prepare` does this, in this order:
@@ -104,7 +103,6 @@ class BaseStrategy(ABC):
         self.seed = self.environment.seed
         self._wanted_device = device
         self._is_set_up = False
-        self._made_group = False
 
     def prepare(self, model: ModelSource, *, compile: Compile = False) -> nn.Module:
         """Make a model ready to train. A collective.
@@ -170,7 +168,6 @@ class BaseStrategy(ABC):
         self._setup_distributed(
             self.launcher, backend, timeout=self.environment.timeout
         )
-        self._made_group = True
 
     def _setup_distributed(
         self, launcher: Launcher, backend: str | None = None, **kwargs: Any
@@ -186,15 +183,6 @@ class BaseStrategy(ABC):
     ) -> None:
         # MMEngine's name: its users override it.
         self.seed = set_random_seed(seed, deterministic, diff_rank_seed)
-
-    def teardown(self) -> None:
-        """Leave the other processes, if :meth:`setup` has joined them.
-
-        Let go of a model in DistributedDataParallel first: it holds the process group.
-        """
-        if self._made_group:
-            environment.leave_processes()
-        self._made_group = False
 
     def build_model(self, model: ModelSource) -> nn.Module:
         """The model, which is built if it is not a module yet.
@@ -224,9 +212,14 @@ class BaseStrategy(ABC):
         if not on_meta(model):
             init_weights_once(model)
 
-    @abstractmethod
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Bring a model that is not wrapped to its device, equal on all ranks, and wrap it."""
+        """Bring a model to its device, equal on all ranks; a subclass wraps it, too.
+
+        One that is wrapped already stays as it is.
+        """
+        if is_model_wrapper(model):
+            return model
+        return self.place_model(self.convert_model(model))
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
@@ -245,21 +238,20 @@ class BaseStrategy(ABC):
 
         Args:
             model: may be wrapped.
-            compile: False, or a dict with ``disable=True``, leaves the model as it is.
-                True compiles the forward. Names of classes, such as ``["Block"]``,
-                compile these modules: the first of a kind takes time, and the others
-                use its code. A dict has the arguments of :func:`torch.compile`, may have
-                those names as ``blocks``, and may name another method as ``target``, such
-                as ``"train_step"``; a copy of the model then calls the method of this
-                one.
+            compile: False leaves the model as it is. True compiles the forward. Names of
+                classes, such as ``["Block"]``, compile these modules: the first of a kind
+                takes time, and the others use its code. A dict has the arguments of
+                :func:`torch.compile`, may have those names as ``blocks``, and may name
+                another method as ``target``, such as ``"train_step"``; a copy of the model
+                then calls the method of this one.
         """
+        if compile is False:
+            return model
         options: dict[str, Any] = {}
         if isinstance(compile, Mapping):
             options.update(compile)
         elif not isinstance(compile, bool):
             options["blocks"] = compile
-        if compile is False or options.pop("disable", False):
-            return model
         target = options.pop("target", "forward")
         blocks = options.pop("blocks", ())
         if blocks:

@@ -42,12 +42,6 @@ class SingleDeviceStrategy(BaseStrategy):
             )
         self.launcher = "none"
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Bring the model to its device; one that is wrapped already stays as it is."""
-        if is_model_wrapper(model):
-            return model
-        return self.place_model(self.convert_model(model))
-
 
 def wrapper_for(model: nn.Module) -> type[nn.Module]:
     """The DistributedDataParallel that fits a model.
@@ -128,7 +122,7 @@ class DDPStrategy(BaseStrategy):
         """Bring the model to its device and wrap it."""
         if is_model_wrapper(model):
             return model
-        return create_ddp_model(self.place_model(self.convert_model(model)), **self.ddp)
+        return create_ddp_model(super().wrap_model(model), **self.ddp)
 
 
 def build_strategy(

@@ -275,7 +275,7 @@ class BaseStrategy(strategy.BaseStrategy):
         return self._wrap_model(model)
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
-        return super().wrap_model(model)  # type: ignore[safe-super]
+        return super().wrap_model(model)
 
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None

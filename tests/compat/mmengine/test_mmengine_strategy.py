@@ -29,6 +29,7 @@ from hooktrain.model import StepDistributedDataParallel
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import Environment
+from hooktrain.strategy.environment import leave_processes
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.logger import close_logger
@@ -88,7 +89,7 @@ def test_what_a_subclass_overrides_is_called_in_the_written_order(
         )
     finally:
         del own.model, own.optim_wrapper
-        own.teardown()
+        leave_processes()
     assert calls == ORDER
 
 
