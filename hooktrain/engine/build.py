@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from hooktrain.engine.settings import check_settings
 from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.build import Wrappers, scale_lr
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
 from hooktrain.utils import comm
@@ -131,12 +131,22 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
             f"trains is built later, not {described!r}"
         )
     if "_target_" in described:
-        return _wrap(cfg.train, _instantiate_for(described, bare))
-    optimizers = {
-        name: _instantiate_for(each, bare.get_submodule(name))
-        for name, each in described.items()
+        optimizer = _instantiate_for(described, bare)
+    else:
+        optimizer = {
+            name: _instantiate_for(each, bare.get_submodule(name))
+            for name, each in described.items()
+        }
+    train = cfg.train
+    options = {
+        "accumulative_counts": train.accumulative_counts,
+        "clip_grad": train.clip_grad,
     }
-    return _wrap(cfg.train, optimizers)
+    wrap = partial(OptimWrapper, **options)
+    if train.amp.enabled:
+        dtype = instantiate(train.amp.dtype)  # in a saved file, a call
+        wrap = partial(AmpOptimWrapper, dtype=dtype, **options)
+    return as_optim_wrapper(optimizer, wrap)
 
 
 def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
@@ -145,23 +155,6 @@ def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
         return instantiate({**described, "model": model})
     params = {**described["params"], "model": model}
     return instantiate({**described, "params": params})
-
-
-def _wrap(train: Any, optimizer: Any) -> Wrappers:
-    """The wrapper of an optimizer, or of several by name, if it has none yet."""
-    if isinstance(optimizer, Wrappers):
-        return optimizer
-    if isinstance(optimizer, Mapping):
-        wrappers: Any = {name: _wrap(train, each) for name, each in optimizer.items()}
-        return OptimWrapperDict(**wrappers)
-    options = {
-        "accumulative_counts": train.accumulative_counts,
-        "clip_grad": train.clip_grad,
-    }
-    if train.amp.enabled:
-        dtype = instantiate(train.amp.dtype)  # in a saved file, a call
-        return AmpOptimWrapper(optimizer, dtype, **options)
-    return OptimWrapper(optimizer, **options)
 
 
 def scale_lr_by_batch(cfg: Any, optim_wrapper: Wrappers, loader: Any) -> None:

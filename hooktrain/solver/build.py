@@ -1,7 +1,7 @@
 """Optimizers in their wrappers."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -19,12 +19,15 @@ logger = logging.getLogger(__name__)
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
 
 
-def as_optim_wrapper(optimizer: Any) -> Wrappers:
+def as_optim_wrapper(
+    optimizer: Any, wrap: Callable[[Optimizer], OptimWrapper] = OptimWrapper
+) -> Wrappers:
     """An optimizer in its wrapper, as trainers take it.
 
     Args:
         optimizer: a wrapper, which is returned; a torch optimizer, which is wrapped; or a
             dict of these by name, which becomes an :class:`OptimWrapperDict`.
+        wrap: makes the wrapper of a torch optimizer.
 
     Raises:
         TypeError: for anything else.
@@ -32,10 +35,10 @@ def as_optim_wrapper(optimizer: Any) -> Wrappers:
     if isinstance(optimizer, Wrappers):
         return optimizer
     if isinstance(optimizer, Optimizer):
-        return OptimWrapper(optimizer)
+        return wrap(optimizer)
     if isinstance(optimizer, Mapping) and optimizer:
         wrappers: Any = {
-            name: as_optim_wrapper(each) for name, each in optimizer.items()
+            name: as_optim_wrapper(each, wrap) for name, each in optimizer.items()
         }
         return OptimWrapperDict(**wrappers)
     raise TypeError(
