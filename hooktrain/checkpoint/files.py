@@ -121,8 +121,8 @@ def load_verified(
         path: of the file.
         map_location: the device on which the tensors arrive.
         mapped: whether the tensors stay in the file, whose pages all processes of a machine share.
-            What is written to such a tensor is this process's alone. The file must not change as
-            long as one of them is in use.
+            What is written to such a tensor is this process's alone. The file may be replaced or
+            deleted meanwhile, as saves do it, but not written to.
     """
     with reading(path):
         # torch maps no files from before its zip container.

@@ -25,7 +25,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.names import as_list, did_you_mean
-from hooktrain.utils.tensors import map_leaves, shard_for, shard_like, shards_of
+from hooktrain.utils.tensors import shard_like, shards_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 
     Args:
         path: of the file or folder, which every rank must be able to read.
-        model: if it is sharded, each rank reads only its shards from a folder. From a file, what is
-            to be sharded is mapped, until the model, its average and the optimizer take their
-            shards.
+        model: if it is sharded, each rank reads only its shards from a folder. A file is mapped,
+            so that the ranks of a machine share its pages, until the model, its average and the
+            optimizer take their shards.
 
     Raises:
         CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
@@ -118,25 +118,8 @@ def _read(
 
         content: Any = read_folder(path, model, map_location)
     else:
-        content = _load(path, model, map_location)
+        content = load_verified(path, map_location, mapped=bool(shards_of(model)))
     return with_model(content, path)
-
-
-def _load(path: str, model: nn.Module | None, map_location: str | torch.device) -> Any:
-    """Load a file. What a sharded model takes its shards of stays there, and is not copied."""
-    shards = shards_of(model)
-    content = load_verified(path, map_location, mapped=bool(shards))
-    if not shards:
-        return content
-
-    def keep(keys: tuple[Any, ...], leaf: Any) -> Any:
-        if not torch.is_tensor(leaf):
-            return leaf
-        is_sharded = shard_for(leaf, ".".join(map(str, keys)), shards) is not None
-        # Who is given another tensor may keep it, when the file has been deleted.
-        return leaf if is_sharded else leaf.clone()
-
-    return map_leaves(keep, content)
 
 
 def with_model(state: Any, path: str) -> State:
