@@ -35,22 +35,22 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_320,
+    "checkpoint": 7_245,
     "config": 2_250,
     "data": 2_450,
-    "engine": 7_590,
+    "engine": 7_565,
     "engine/hooks": 6_870,
     "evaluation": 2_500,
     "events": 3_900,
     "model": 3_450,
     "solver": 5_250,
-    "strategy": 3_000,
+    "strategy": 2_940,
     "utils": 4_900,
     ".": 400,
     "compat": 14_000,
     "demos": 7_480,
 }
-WHOLE = 49_510  # without compat and demos
+WHOLE = 49_350  # without compat and demos
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}

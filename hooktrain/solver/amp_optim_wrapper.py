@@ -52,7 +52,8 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: Options | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.device_type = _device_type(optimizer)
+        # A group whose parameters are all frozen may be empty.
+        self.device_type = device_of(self.parameters[0]).type
         if dtype is None:
             dtype = torch.get_autocast_dtype(self.device_type)
         self.dtype: Any = dtype
@@ -137,10 +138,3 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = state_dict.get("grad_scaler")
         if scaler:
             self.grad_scaler.load_state_dict(scaler)
-
-
-def _device_type(optimizer: Optimizer) -> str:
-    """The type of the device that the first parameter is computed on."""
-    # A group whose parameters are all frozen may be empty.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return device_of(parameters[0]).type
