@@ -142,7 +142,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
         "accumulative_counts": train.accumulative_counts,
         "clip_grad": train.clip_grad,
     }
-    wrap = partial(OptimWrapper, **options)
+    wrap: Callable[..., OptimWrapper] = partial(OptimWrapper, **options)
     if train.amp.enabled:
         dtype = instantiate(train.amp.dtype)  # in a saved file, a call
         wrap = partial(AmpOptimWrapper, dtype=dtype, **options)
