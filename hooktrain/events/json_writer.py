@@ -87,7 +87,8 @@ class JSONWriter(ScalarWriter):
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._path.exists():  # which is faster to ask than to make a folder
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         # There is no buffer, since one would write later what a full disk has refused.
         with open(self._path, "ab", buffering=0) as file:
             end = file.tell()
@@ -156,8 +157,7 @@ class JSONWriter(ScalarWriter):
         found = self.new_scalars(storage)
         if iteration not in found:
             return size
-        wanted = dict(found[iteration])
-        wanted["iteration"] = iteration
+        wanted = {**found[iteration], "iteration": iteration}
         for end, _, line in _read_lines(self._path, data[size:]):
             if wanted.items() <= line.items():
                 self.mark_written(storage)
