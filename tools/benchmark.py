@@ -5,13 +5,15 @@
     python tools/benchmark.py ddp
     python tools/benchmark.py fsdp
     python tools/benchmark.py replay
+    python tools/benchmark.py data
 
 Machines are noisy and drift, so a process trains by a bare loop and by hooktrain's in turns, and
 the result is the median over the pairs. ``step`` trains a linear layer in one process, ``ddp`` the
 same in two, and ``fsdp`` a small transformer in two, all on the CPU. hooktrain's loop has a timer,
 a schedule, and the metrics of every iteration, which go to the console and to JSON every 20
 iterations. ``replay`` trains the transformer in one process, by hooktrain in both turns: without
-and with ``ReplayCheck(100)``.
+and with ``ReplayCheck(100)``. ``data`` reads batches of 32 numbers without workers, by torch's
+loader and by that of ``build_train_loader``.
 
 With ``--instructions`` it counts the instructions of a step instead, which are the same on a busy
 machine as on an idle one. valgrind (a package of most systems) runs 100 and 1,100 steps of each
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from itertools import repeat
 from typing import Any
@@ -34,7 +36,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
 
+from hooktrain.data import build_train_loader
 from hooktrain.demos.text import Block, TextGPT
 from hooktrain.engine import HookBase, SimpleTrainer, hooks, launch
 from hooktrain.events import CommonMetricPrinter, JSONWriter
@@ -171,6 +175,29 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
     return turns.pairs
 
 
+def read_in_turns(pairs: int, iterations: int) -> list[tuple[float, float]]:
+    """Read batches by torch's loader and by hooktrain's in turns: microseconds a batch of both."""
+    torch.set_num_threads(1)
+    numbers: Any = range(4096)
+    endless = RandomSampler(numbers, replacement=True, num_samples=10**9)
+    loaders = (
+        iter(DataLoader(numbers, batch_size=32, sampler=endless)),
+        iter(build_train_loader(numbers, total_batch_size=32, seed=0)),
+    )
+
+    def seconds(batches: Iterator[Any]) -> float:
+        start = time.perf_counter()
+        for _ in range(iterations):
+            next(batches)
+        return time.perf_counter() - start
+
+    times = []
+    for _ in range(pairs + 1):
+        torchs, ours = (seconds(batches) / iterations * 1e6 for batches in loaders)
+        times.append((torchs, ours))
+    return times[1:]  # the first one warms up
+
+
 def run_steps(loop: str, iterations: int) -> None:
     """Run one of the loops in this process, while valgrind counts its instructions."""
     torch.set_num_threads(1)
@@ -243,11 +270,13 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "what", choices=["step", "ddp", "fsdp", "replay"], help="what to measure"
+        "what",
+        choices=["step", "ddp", "fsdp", "replay", "data"],
+        help="what to measure",
     )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument(
-        "--iterations", type=int, help="by default 1001, for fsdp 41, for replay 100"
+        "--iterations", type=int, help="by default 1001, for fsdp 41, for others 100"
     )
     parser.add_argument("--instructions", action="store_true", help="count them")
     parser.add_argument("--loop", choices=["bare", "hooktrain"], help=argparse.SUPPRESS)
@@ -259,7 +288,8 @@ def main() -> None:
         report_instructions()
         return
     # One more than a multiple of 20: the times between two starts then hold whole periods.
-    by_default = {"fsdp": 41, "replay": 100}  # each of these has one check
+    # Those of replay have one check.
+    by_default = {"fsdp": 41, "replay": 100, "data": 100}
     iterations = args.iterations or by_default.get(args.what, 1001)
     arguments = (args.what, args.pairs, iterations)
     if args.what == "step":
@@ -268,6 +298,10 @@ def main() -> None:
     if args.what == "replay":
         names = ("without a check", "with ReplayCheck(100)")
         report("transformer", train_in_turns(*arguments), iterations, names)
+        return
+    if args.what == "data":
+        names = ("torch's loader", "hooktrain's")
+        report("batch of 32", read_in_turns(*arguments[1:]), iterations, names)
         return
     pairs = launch(train_in_turns, 2, args=arguments, backend="gloo")[0]
     report(f"{args.what}, two processes", pairs, iterations)
