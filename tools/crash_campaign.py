@@ -319,11 +319,11 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 
 def proof_problem(said: str) -> str:
     """What is wrong with what the resumes of a try have said of the rows they computed again."""
-    _, _, of_last = said.rpartition("cut, computed again and compared: ")
+    _, cut, of_last = said.rpartition("cut, computed again and compared: ")
     if "Not resumed exactly" in said:
         return "a resume found rows that differ"
     count = re.match("[1-9][0-9]*", of_last)
-    if count and "Resumed exactly" not in of_last:
+    if cut and count and "Resumed exactly" not in of_last:
         return f"the last resume has not proved {count[0]} rows"
     return ""
 

@@ -79,6 +79,7 @@ def test_a_resume_proves_itself_to_the_campaign_unless_a_weight_was_bent(
     shutil.copytree(complete, tmp_path, dirs_exist_ok=True)
     log = tmp_path / "out.log"
     assert tool.proof_problem(log.read_text()) == ""
+    assert tool.proof_problem("10:45:06 Starting training") == ""
     for bend in (0.0, 1e-7):
         (tmp_path / "out" / "model_final.pth").unlink()
         path = tmp_path / "out" / "model_0000062.pth"
