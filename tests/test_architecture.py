@@ -35,7 +35,7 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_245,
+    "checkpoint": 6_915,
     "config": 2_250,
     "data": 2_450,
     "engine": 7_565,
@@ -45,14 +45,14 @@ BUDGETS = {
     "model": 3_450,
     "solver": 5_250,
     "strategy": 2_940,
-    "utils": 4_900,
+    "utils": 4_850,
     ".": 400,
     "compat": 14_000,
     "demos": 7_480,
 }
-WHOLE = 49_350  # without compat and demos
+WHOLE = 48_975  # without compat and demos
 
-# They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
+# It imports torch.distributed.tensor, which takes half a second: it is imported where it is used.
 HEAVY = {"hooktrain.checkpoint.folders"}
 
 

@@ -186,11 +186,11 @@ def test_of_a_broken_folder_nothing_is_left(memory: str, tmp_path: Path) -> None
     first = machine(tmp_path / "a", memory, sharded=True)
     for iteration in (9, 19):
         save(first, iteration)
-    for name in ("manifest.pth", "state.pth", "__0_0.distcp"):
+    for name in ("state.pth", "shards_0.pth"):
         change(memory, f"model_0000019.{name}", None)
         assert resumed(tmp_path / name, memory) == 9
         assert not (tmp_path / name / "model_0000019").exists()
-    second = machine(tmp_path / "__0_0.distcp", memory, sharded=True)
+    second = machine(tmp_path / "shards_0.pth", memory, sharded=True)
     second.begin_run()
     save(second, 19)
     assert resumed(tmp_path / "b", memory) == 19
