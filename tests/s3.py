@@ -14,7 +14,7 @@ from processes import wait_until
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
     """Start the server; gives the environment by which s3fs finds it."""
-    pytest.importorskip("s3fs")
+    s3fs = pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -38,3 +38,4 @@ def s3_server() -> Iterator[dict[str, str]]:
     finally:
         process.kill()
         process.wait()
+        s3fs.S3FileSystem.clear_instance_cache()  # they would ask this server again

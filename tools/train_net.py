@@ -77,6 +77,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         default_setup(cfg, args)
         dry_run(cfg)
         return {}
+    args.resume |= args.best  # that is of a run which is there
     default_setup(cfg, args)
     if args.eval_only:
         return evaluate_checkpoint(cfg, args.resume, args.best)

@@ -115,7 +115,7 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
-        has_store = store and self.save_dir and comm.is_main_process()
+        has_store = store and self.save_dir and (sharded or comm.is_main_process())
         self._store = Store(store, self.save_dir) if has_store else None
         self._worker = BackgroundWorker("checkpoint")
         self._memory: Any = {}  # of the copy that the background writes
@@ -270,6 +270,8 @@ class Checkpointer:
 
                 save_folder(state, path, self._group)
                 on_main_process(finish, self._group)
+                if self._store and not comm.is_main_process():
+                    self._store.offer()
             else:
                 os.makedirs(self.save_dir, exist_ok=True)
                 write_file(state, path)

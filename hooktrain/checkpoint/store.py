@@ -1,9 +1,10 @@
 """A store beside the disk, from which another machine goes on with a run.
 
 A store is any address that fsspec knows, such as ``s3://bucket/run``. The name of each file in it
-has the time and the size of the file that was put there, so that none replaces another one. The
-file ``pointer.json`` names those of the newest checkpoint and of the one before. It is written when
-all of them are there. Its token is that of the process that has begun last: only that one goes on.
+has the time and the size of the file that was put there, so that none replaces another one. A
+pointer, ``pointer-<number>-<process>.json``, names those of the newest checkpoint and of the one
+before. It is written when all of them are there. Each process that goes on with the run writes a
+pointer of its own, with the next number: the last one counts, and the others must end.
 """
 
 import json
@@ -11,6 +12,7 @@ import logging
 import os
 import re
 import socket
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,12 @@ from hooktrain.checkpoint.resume import (
     write_pointer,
 )
 from hooktrain.checkpoint.sources import copy_remote
+from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.file_io import AnyPath, atomic_write, replacing, sweep
+from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 
 logger = logging.getLogger(__name__)
 
-_POINTER = "pointer.json"
 # What goes up with a checkpoint. The best model is a file or a folder too.
 _BESIDE = (
     "config.json",
@@ -40,8 +42,9 @@ _BESIDE = (
 )
 # A visible file, or any in a folder: the pointer may be forged.
 _INSIDE = re.compile(r"[^./][^/]*(/\.?[^./][^/]*)?")
-# The names that a run gives to its files in a store. Others may be anybody's.
-_OF_A_RUN = re.compile(r"\d{18,}-\d+-.+")
+_POINTER = re.compile(r"pointer-(\d{8})-.+\.json")
+# The names that a run gives to its files in a store, some for a moment. Others may be anybody's.
+_OF_A_RUN = re.compile(r"\d{18,}-\d+-.+|\.?pointer-\d{8}-.+")
 
 
 class StoreTakenError(RuntimeError):
@@ -71,7 +74,7 @@ class Store:
         self._system, self._root = fsspec.url_to_fs(self.address)
         self._is_disk = getattr(self._system, "local_file", False)
         self._folder = Path(folder)
-        self._token = f"{uuid4()} on {socket.gethostname()}"
+        self._pointer = ""  # the name of this process's own
 
     def begin(self, *, is_new: bool) -> None:
         """Claim the store for this process.
@@ -82,7 +85,8 @@ class Store:
         Raises:
             ValueError: if it is new, and checkpoints are in the store.
         """
-        checkpoints = self._read()
+        there = self._list()
+        checkpoints = self._read(there)
         if is_new and checkpoints:
             raise ValueError(
                 f"there is a run in the store {self.address!r}: resume it, or give "
@@ -90,9 +94,10 @@ class Store:
             )
         if self._is_disk:
             os.makedirs(self._root, exist_ok=True)
+        number = int(_newest_pointer(there)[8:16] or 0) + 1
+        # No other process has this name, so two that claim it at once do not share a file.
+        self._pointer = f"pointer-{number:08}-{socket.gethostname()}-{uuid4()}.json"
         self._write(checkpoints)
-        if self._is_disk:
-            sweep(self._root)
 
     def fetch(self) -> None:
         """Bring the run into the folder, if its newest checkpoint is newer than the folder's.
@@ -104,25 +109,21 @@ class Store:
             OSError: if the store or the disk fails, or files are missing there.
         """
         here = pointed_iteration(self._folder, read_pointer(self._folder))
-        checkpoints = self._read()
-        try:
-            self._fetch_newer(checkpoints, here)
-        except FileNotFoundError:
-            # A machine that still trains replaces what is being fetched.
-            if self._read() == checkpoints:
-                raise
-            self.fetch()
-
-    def _fetch_newer(self, checkpoints: list[Any], here: int | None) -> None:
+        there = self._list()
         newer = [
-            saved for saved in checkpoints if here is None or saved["iteration"] > here
+            saved
+            for saved in self._read(there)
+            if here is None or saved["iteration"] > here
         ]
         while newer:
             saved = newer.pop()
             try:
                 self._fetch(**saved)
-                return
+                break
             except (CorruptCheckpointError, FileNotFoundError) as error:
+                if self._list() != there:  # a machine that still trains replaces files
+                    self.fetch()
+                    break
                 message = "Passing over the checkpoint %s in %s: %s"
                 logger.warning(message, saved["name"], self.address, error)
                 if here is None and not newer:
@@ -140,13 +141,16 @@ class Store:
                     self._get(path, files[path], temporary / inside)
                 if temporary.is_dir():
                     verify_folder(temporary)
+                elif first.endswith(".pth"):
+                    verify_file(temporary)
         write_iteration(self._folder, iteration)
         write_pointer(self._folder, name)  # last: after a kill all is fetched again
 
     def offer(self) -> None:
         """Begin to put the newest checkpoint of the folder into the store, in a thread.
 
-        If the one before is still on its way, or has failed, the log says so.
+        Each process puts its own shards. The main process then puts what is missing there, and the
+        pointer. If the one before is still on its way, or has failed, the log says so.
 
         Raises:
             StoreTakenError: if that has found that another process goes on with the run.
@@ -173,7 +177,7 @@ class Store:
         except StoreTakenError:
             raise
         except Exception as error:  # each package raises its own
-            message = "NOT IN THE STORE %s: %r. The next save tries again"
+            message = "NOT IN THE STORE %s: %r. It is tried again"
             logger.error(message, self.address, error)
 
     def _upload(self) -> None:
@@ -182,87 +186,100 @@ class Store:
         if iteration is None:
             logger.warning("Nothing goes to %s without an iteration", self.address)
             return
-        before = self._read(own=True)
-        files = {}
-        for pattern in (name, f"{name}/*", *_BESIDE):
-            for path in filter(Path.is_file, self._folder.glob(pattern)):
-                inside = path.relative_to(self._folder).as_posix()
-                files[inside] = self._put(path, inside, _keys(before))
+        if not comm.is_main_process():
+            self._put(f"{name}/__{comm.get_rank()}_*")
+            return
+        if not self._pointer:
+            self.begin(is_new=False)
+        files = self._put(name, f"{name}/[!_]*", *_BESIDE)
+        for path in sorted(self._folder.glob(f"{name}/__*")):  # its own come first
+            files |= self._put(f"{name}/{path.name}")
+        there = self._list()  # the upload may have taken long
         # Later ones are of a past from which the run has not gone on.
-        older = [saved for saved in before if saved["iteration"] < iteration]
+        older = [each for each in self._read(there) if each["iteration"] < iteration]
         newest = {"name": name, "iteration": iteration, "files": files}
         checkpoints = [*older[-1:], newest]
-        self._read(own=True)  # the upload may have taken long
         self._write(checkpoints)
         logger.info("%s is in the store %s", name, self.address)
-        self._delete_all_but(_keys(checkpoints))
+        named = [each["files"].values() for each in checkpoints]
+        self._delete(set(there).difference([self._pointer], *named))
 
     # What is asked of a store.
 
-    def _put(self, path: Path, inside: str, known: set[str]) -> str:
-        """Put a file there, unless it is there already; its name there."""
-        status = path.stat()
-        key = f"{status.st_mtime_ns}-{status.st_size}-{inside.replace('/', '.')}"
-        if key not in known:
-            self._system.put_file(str(path), f"{self._root}/{key}")
-        return key
+    def _list(self) -> dict[str, int]:
+        """The names and sizes of the files there, if this process may still write there."""
+        self._system.invalidate_cache()
+        try:
+            found = self._system.ls(self._root, detail=True)
+        except FileNotFoundError:
+            found = []
+        there = {os.path.basename(each["name"]): each["size"] for each in found}
+        newest = _newest_pointer(there)
+        if self._pointer and newest > self._pointer:
+            raise StoreTakenError(
+                f"another process goes on with the run in {self.address!r}: {newest}. "
+                "So this one must end"
+            )
+        return there
+
+    def _put(self, *patterns: str) -> dict[str, str]:
+        """Put files of the folder there, unless they are there; their names by their paths."""
+        there = self._list()
+        files = {}
+        for pattern in patterns:
+            for path in filter(Path.is_file, self._folder.glob(pattern)):
+                status = path.stat()
+                size, inside = status.st_size, path.relative_to(self._folder).as_posix()
+                key = f"{status.st_mtime_ns}-{size}-{inside.replace('/', '.')}"
+                if there.get(key) != size:
+                    self._system.put_file(str(path), f"{self._root}/{key}")
+                files[inside] = key
+        return files
 
     def _get(self, path: str, key: str, target: Path) -> None:
-        """Bring a file, and verify its size; of a checkpoint its checksums, too."""
+        """Bring a file, and verify its size."""
         if not _INSIDE.fullmatch(path):
-            raise CorruptCheckpointError(f"{_POINTER} names the file {path!r}")
+            raise CorruptCheckpointError(f"the pointer names the file {path!r}")
         target.parent.mkdir(exist_ok=True)
         with atomic_write(target) as file:
             copy_remote(f"{self.address}/{key}", file)
-            with reading(f"{self.address}/{_POINTER}"):
-                size = int(key.split("-")[1])
+            size = int(key.split("-")[1])
             # Metrics may have got further lines while they were being put there.
             if file.tell() < size:
                 raise CorruptCheckpointError(
                     f"{path} has {file.tell()} bytes in the store, and had {size}"
                 )
-            file.flush()
-            if path.endswith(".pth"):
-                verify_file(file.name)
 
-    def _read(self, *, own: bool = False) -> list[Any]:
-        """The checkpoints that the pointer names, which must be this process's own, or not."""
-        try:
-            text = self._system.cat_file(f"{self._root}/{_POINTER}")
-        except FileNotFoundError:
+    def _read(self, there: dict[str, int]) -> list[Any]:
+        """The checkpoints that the newest pointer names."""
+        pointer = _newest_pointer(there)
+        if not pointer:
             return []
-        with reading(f"{self.address}/{_POINTER}"):
-            pointer = json.loads(text)
-        if own and pointer["token"] != self._token:
-            raise StoreTakenError(
-                f"another process goes on with the run in {self.address!r}: "
-                f"{pointer['token']}. So this one must end"
-            )
-        checkpoints: list[Any] = pointer["checkpoints"]
+        text = self._system.cat_file(f"{self._root}/{pointer}")
+        with reading(f"{self.address}/{pointer}"):
+            checkpoints: list[Any] = json.loads(text)
         return checkpoints
 
     def _write(self, checkpoints: list[Any]) -> None:
-        pointer = {"token": self._token, "checkpoints": checkpoints}
-        content = json.dumps(pointer, indent=1).encode()
-        path = f"{self._root}/{_POINTER}"
-        if not self._is_disk:
-            self._system.pipe_file(path, content)
-            return
-        try:  # a kill could leave a half
+        """Write the pointer."""
+        content = json.dumps(checkpoints, indent=1).encode()
+        path = f"{self._root}/{self._pointer}"
+        if self._is_disk:  # a kill could leave a half
             with atomic_write(path) as file:
                 file.write(content)
-        except FileNotFoundError:
-            self._read(own=True)  # who has claimed the store has swept it
-            raise
+        else:
+            self._system.pipe_file(path, content)
 
-    def _delete_all_but(self, keys: set[str]) -> None:
-        self._system.invalidate_cache()
-        for path in self._system.ls(self._root, detail=False):
-            key = os.path.basename(path)
-            if key not in keys and _OF_A_RUN.fullmatch(key):
-                self._system.rm_file(path)
+    def _delete(self, names: Iterable[str]) -> None:
+        """Delete those files of runs that are among the names."""
+        try:
+            for name in filter(_OF_A_RUN.fullmatch, names):
+                self._system.rm_file(f"{self._root}/{name}")
+        except Exception as error:
+            message = "Old files stay in %s, which refuses to delete them: %r"
+            logger.warning(message, self.address, error)
 
 
-def _keys(checkpoints: list[Any]) -> set[str]:
-    """The names of the files of checkpoints in the store."""
-    return {key for saved in checkpoints for key in saved["files"].values()}
+def _newest_pointer(there: Iterable[str]) -> str:
+    """The last one of the pointers among names, or ""."""
+    return max(filter(_POINTER.fullmatch, there), default="")

@@ -15,7 +15,12 @@ import torch
 
 from hooktrain import events
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import find_set_aside, saved_value, set_folder_aside
+from hooktrain.checkpoint.resume import (
+    checkpoint_names,
+    find_set_aside,
+    saved_value,
+    set_folder_aside,
+)
 from hooktrain.checkpoint.store import Store
 from hooktrain.config import ConfigDict, LazyConfig, resolve
 from hooktrain.engine import hooks
@@ -87,11 +92,11 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     It writes ``log.txt`` (one more for each rank up to 127) and ``config.json`` into the
     output folder, and locks the folder against a second run. A folder that has checkpoints
-    is first renamed to ``<folder>.1``, unless the run resumes; then it is fetched from
-    ``train.store``, if there is one with a newer checkpoint, and the log says which lines
+    is first renamed to ``<folder>.1``, unless the run resumes; then the log says which lines
     of the configuration have changed, and ``config.json`` is replaced when the checkpoint
-    was loaded and the run begins. A ``train.init_checkpoint`` in a renamed folder is
-    found there: a second stage may have the folder of the first.
+    was loaded and the run begins. What resumes is fetched from ``train.store``, if the folder
+    has no checkpoint. A ``train.init_checkpoint`` in a renamed folder is found there: a
+    second stage may have the folder of the first.
 
     Args:
         cfg: a configuration; of it, ``train.output_dir``, ``train.seed`` and
@@ -100,8 +105,9 @@ def default_setup(cfg: Any, args: Any) -> None:
             folder or, if that is damaged, of a checkpoint. Each rank is seeded with the
             seed plus its rank. ``train.run_id`` is drawn and kept in the same way.
         args: the command line's arguments; of them, ``resume``, ``log_level`` and
-            ``eval_only``, if there. With ``eval_only`` nothing but the log is written, and
-            another run may be using the folder. A restart by torchrun is a resume too.
+            ``eval_only``, if there. With ``eval_only`` nothing is written but the log, and
+            what is fetched, and another run may be using the folder. A restart by torchrun
+            is a resume too.
 
     Raises:
         RuntimeError: if another run is using the output folder.
@@ -116,7 +122,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         )
     train = cfg.get("train", {})
     eval_only = getattr(args, "eval_only", False)
-    resumes = getattr(args, "resume", False) or eval_only or restart_count() > 0
+    goes_on = getattr(args, "resume", False) or restart_count() > 0
+    resumes = goes_on or eval_only
     folder = train.get("output_dir")
     aside = None
     if folder:
@@ -137,12 +144,10 @@ def default_setup(cfg: Any, args: Any) -> None:
         )
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
-    store = train.get("store")
-    if folder and store and resumes and not eval_only:
-        on_main_process(Store(store, folder).fetch)
     path = Path(folder or "", "config.json")
-    earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
     kept = folder if resumes else None
+    store = train.get("store") if goes_on else ""
+    earlier = on_main_process(partial(_earlier, path, store)) if kept else ""
     _seed(train, kept, earlier)
     if train.get("run_id") is None:
         train["run_id"] = on_main_process(partial(_run_id, kept, earlier))
@@ -165,6 +170,14 @@ def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
     if not eval_only:
         lock_folder(folder)
     return aside
+
+
+def _earlier(path: Path, store: str) -> str:
+    """The configuration of the run that goes on, from the store if the folder has no run."""
+    # Newer ones are looked for when a Checkpointer resumes.
+    if store and not checkpoint_names(path.parent):
+        Store(store, path.parent).fetch()
+    return _read(path)
 
 
 def _read(path: Path) -> str:

@@ -3,8 +3,7 @@
 import json
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,6 +11,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
@@ -19,7 +19,7 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, sources
 from hooktrain.checkpoint.store import StoreTakenError
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import atomic_write
+from processes import wait_until
 from s3 import s3_server
 from sharding_toys import full_state_dict, make_model, make_sharded
 from toys import model_of
@@ -83,10 +83,14 @@ def resumed(folder: Path, store: str) -> float:
 
 
 def stored(store: str) -> dict[str, str]:
-    """The paths in the store, by their names without the time and the size."""
+    """The paths in the store, by their names without time and size; a pointer by its number."""
     system, root = fsspec.url_to_fs(store)
-    paths = [(Path(path).name.split("-", 2)[-1], path) for path in system.find(root)]
-    return dict(sorted(paths))
+    paths = {}
+    for path in system.find(root):
+        name = Path(path).name
+        is_pointer = name.startswith("pointer-")
+        paths[name[:16] if is_pointer else name.split("-", 2)[-1]] = path
+    return dict(sorted(paths.items()))
 
 
 def change(store: str, name: str, content: bytes | None) -> None:
@@ -198,15 +202,15 @@ def test_of_a_broken_folder_nothing_is_left(memory: str, tmp_path: Path) -> None
 
 def test_a_damaged_or_forged_pointer_is_an_error(memory: str, tmp_path: Path) -> None:
     save(machine(tmp_path / "a", memory), 9)
-    system, root = fsspec.url_to_fs(memory)
-    pointer = json.loads(system.cat_file(f"{root}/pointer.json"))
-    change(memory, "pointer.json", b'{"token')
-    with pytest.raises(CorruptCheckpointError, match=r"pointer\.json"):
+    system, _ = fsspec.url_to_fs(memory)
+    checkpoints = json.loads(system.cat_file(stored(memory)["pointer-00000001"]))
+    change(memory, "pointer-00000001", b'[{"name')
+    with pytest.raises(CorruptCheckpointError, match="pointer-00000001"):
         resumed(tmp_path / "b", memory)
-    (key,) = pointer["checkpoints"][0]["files"].values()
+    (key,) = checkpoints[0]["files"].values()
     for path in ("../escaped.pth", "/tmp/escaped.pth", ".lock", "a/../../b"):
-        pointer["checkpoints"][0]["files"] = {path: key}
-        change(memory, "pointer.json", json.dumps(pointer).encode())
+        checkpoints[0]["files"] = {path: key}
+        change(memory, "pointer-00000001", json.dumps(checkpoints).encode())
         with pytest.raises(CorruptCheckpointError):
             resumed(tmp_path / "b", memory)
     assert not (tmp_path / "escaped.pth").exists()
@@ -234,7 +238,8 @@ def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
     # A killed process has not come to its pointer.
     system.pipe_file(f"{root}/1795852534912475873-4-model_0000005.pth", b"left")
     if store.startswith("file"):
-        system.pipe_file(f"{root}/.pointer.json.tmp-hooktrain-1-host", b"left")
+        left = ".pointer-00000001-host-x.json.tmp-hooktrain-1-host"
+        system.pipe_file(f"{root}/{left}", b"left")
     first = machine(tmp_path / "a", store)
     first.begin_run(is_new=True)
     (tmp_path / "a" / "metrics.json").write_text("1")
@@ -245,7 +250,7 @@ def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
         "model_0000019.pth",
         "model_0000029.pth",
         "notes.txt",
-        "pointer.json",
+        "pointer-00000001",
     ]
     # On another machine the checkpoint that it has resumed from stays until a newer one is there.
     assert resumed(tmp_path / "b", store) == 29
@@ -253,7 +258,12 @@ def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
     second.begin_run()
     assert "model_0000029.pth" in stored(store)
     save(second, 39)
-    assert list(stored(store))[1:3] == ["model_0000029.pth", "model_0000039.pth"]
+    assert list(stored(store))[1:] == [
+        "model_0000029.pth",
+        "model_0000039.pth",
+        "notes.txt",
+        "pointer-00000002",
+    ]
 
 
 def test_later_checkpoints_of_a_past_that_a_run_left_are_replaced(
@@ -367,26 +377,86 @@ def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_los
     assert resumed(tmp_path / "b", memory) == 29
 
 
-def test_who_writes_the_pointer_while_another_claims_the_store_must_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def interrupted(patch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
+    """Let something else happen right before the next pointer is written."""
+    write = MemoryFileSystem.pipe_file
+
+    def written_late(*args: Any) -> None:
+        patch.undo()
+        function()
+        write(*args)
+
+    patch.setattr(MemoryFileSystem, "pipe_file", written_late)
+
+
+def test_of_two_machines_that_begin_at_once_one_goes_on(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = f"file://{tmp_path}/store"  # it is made
-    first = machine(tmp_path / "a", store)
+    machines = [machine(tmp_path / name, memory) for name in "ab"]
+    interrupted(monkeypatch, machines[1].begin_run)
+    machines[0].begin_run()
+    taken = 0
+    for each in machines * 2:
+        try:
+            save(each, 9)
+        except StoreTakenError:
+            taken += 1
+    assert taken == 2
+    assert resumed(tmp_path / "c", memory) == 9
+    assert list(stored(memory)) == ["model_0000009.pth", "pointer-00000001"]
+
+
+def test_a_pointer_that_is_written_when_another_machine_goes_on_changes_nothing(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a", memory)
     first.begin_run(is_new=True)
     save(first, 9)
-    assert resumed(tmp_path / "b", store) == 9
+    second = machine(tmp_path / "b", memory)
 
-    @contextmanager
-    def write_late(path: Any) -> Iterator[Any]:
-        with atomic_write(path) as file:
-            yield file
-            monkeypatch.undo()
-            machine(tmp_path / "b", store).begin_run()
+    def go_on() -> None:
+        assert resumed(tmp_path / "b", memory) == 9
+        second.begin_run()
+        save(second, 39)
+        save(second, 49)
 
-    monkeypatch.setattr("hooktrain.checkpoint.store.atomic_write", write_late)
+    interrupted(monkeypatch, go_on)
+    offer(first, 19)
+    first.give_up()  # it waits for the upload
+    assert resumed(tmp_path / "c", memory) == 49
     with pytest.raises(StoreTakenError, match="another process"):
-        first.finish()
-    assert resumed(tmp_path / "c", store) == 9
+        save(first, 29)
+    save(second, 59)
+    assert list(stored(memory)) == [
+        "model_0000049.pth",
+        "model_0000059.pth",
+        "pointer-00000002",
+    ]
+
+
+def test_a_store_that_refuses_to_delete_keeps_old_files_and_the_run_goes_on(
+    memory: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError("denied")
+
+    first = machine(tmp_path / "a", memory)
+    for iteration in (9, 19):
+        save(first, iteration)
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refuse)
+    save(first, 29)
+    offer(first, 39)
+    first.give_up()  # it waits for the upload
+    assert resumed(tmp_path / "b", memory) == 39
+    assert "Old files stay" in caplog.text
+    assert "NOT IN THE STORE" not in caplog.text
+    monkeypatch.undo()
+    save(first, 49)
+    assert list(stored(memory))[:2] == ["model_0000039.pth", "model_0000049.pth"]
+    assert len(stored(memory)) == 3
 
 
 def test_a_new_run_does_not_replace_one_in_the_store(
@@ -459,3 +529,44 @@ def test_folders_of_shards_go_there_and_come_back_for_any_number_of_ranks(
     alone = Checkpointer(make_model(), tmp_path / "b", store=store)
     assert alone.resume_or_load("")["iteration"] == 19
     assert torch.equal(alone.model.norm.weight, torch.full((16,), 19.0))
+
+
+def put_by_each(folder: Path, store: str, refuses: bool) -> list[str]:
+    """Save shards; the names of the files that this rank puts there. The first waits for others."""
+    put = LocalFileSystem.put_file
+    names = []
+
+    def recorded(system: Any, path: str, target: str) -> None:
+        if comm.get_rank() > 0 and refuses:
+            raise PermissionError("denied")
+        if comm.is_main_process() and not refuses:
+            wait_until(lambda: list(folder.parent.glob("store/*__1_0.distcp")))
+        names.append(Path(target).name.split("-", 2)[-1])
+        put(system, path, target)
+
+    LocalFileSystem.put_file = recorded
+    checkpointer = Checkpointer(make_sharded(), folder, sharded=True, store=store)
+    checkpointer.begin_run(is_new=True)
+    checkpointer.save("model_0000009", iteration=9)
+    checkpointer.give_up()  # it waits for the upload
+    return sorted(names)
+
+
+def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    of_main = [
+        "model_0000009..metadata",
+        "model_0000009.__0_0.distcp",
+        "model_0000009.manifest.pth",
+        "model_0000009.state.pth",
+    ]
+    shards = ["model_0000009.__1_0.distcp"]
+    for refuses in (False, True):
+        folder = tmp_path / str(refuses)
+        store = f"file://{folder}/store"
+        main, other = run_ranks(put_by_each, 2, folder / "a", store, refuses)
+        assert main == (sorted(of_main + shards) if refuses else of_main)
+        assert other == ([] if refuses else shards)
+        alone = Checkpointer(make_model(), folder / "b", store=store)
+        assert alone.resume_or_load("")["iteration"] == 9
