@@ -17,6 +17,8 @@ machines: the processes are killed and the folder is deleted, at any time or at 
 store; requests fail or are slow; another machine goes on with the run while the first one still
 does. In the end the store alone must hold the run, and nothing that rotation should have taken. In
 every third try the machines have 4, 3, 2 or 1 ranks; then the samples and the rows are compared.
+The store is a folder; with ``--s3`` it is a server that speaks S3 (``pip install -e '.[store]'``),
+which also cuts requests and answers.
 """
 
 import argparse
@@ -33,6 +35,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -40,8 +43,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import compare_revisions
+import fsspec
 import torch
 from crash_scripts import BATCH_SIZE, ITERATIONS, SCRIPTS, Variant
+from crash_store import Proxy, environment, s3_server
 from tabulate import tabulate
 
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -81,6 +86,8 @@ MACHINE_FAULTS = {
     "a request to the store fails": 2,
     "another machine goes on with the run": 2,
 }
+
+S3_FAULTS = {**MACHINE_FAULTS, "a request to the store is cut": 2}
 
 # Every other try is of a script that uses compat. These are shorter, so they suffer less than half
 # of the faults, and more than a third.
@@ -187,6 +194,11 @@ def by_role(first: int, ranks: int) -> dict[str, list[int]]:
     return {"all": list(tree), "rank": of_ranks, "worker": workers, "parent": [first]}
 
 
+def kill(first: int) -> bool:
+    """Kill all processes of a session; whether any was there."""
+    return send(signal.SIGKILL, list(parents(first)))
+
+
 def send(number: int, processes: list[int]) -> bool:
     """Send a signal; whether any of the processes was still there."""
     hit = False
@@ -232,17 +244,20 @@ def run(
     fault: str = "",
     seconds: float = 0,
     draw: Any = random,
-    at_call: AtCall | None = None,
+    at_call: AtCall | Proxy | None = None,
 ) -> tuple[int, bool]:
     """Start the training, disturb it, wait for its end; its exit code, and whether it was hit."""
+    in_rank = at_call if isinstance(at_call, AtCall) else None
     has_hooks = SCRIPTS[variant.script].has_hooks
     if "system call" in fault:
         error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
-        at_call = AtCall(draw.randint(1, 60), error, draw.randrange(2))
+        at_call = in_rank = AtCall(draw.randint(1, 60), error, draw.randrange(2))
     log = Path(f"{folder}.log")
     before = log.stat().st_size if log.exists() else 0
-    process = CONTEXT.Process(target=train, args=(str(folder), variant, at_call))
+    process = CONTEXT.Process(target=train, args=(str(folder), variant, in_rank))
     process.start()
+    if isinstance(at_call, Proxy):
+        at_call.process = process.pid
     hit = begun = False
     if fault and (at_call is None or at_call.seconds):
         # Most runs have only a part left to do.
@@ -259,7 +274,9 @@ def run(
     asked = saves and has_hooks and fault.startswith("SIGTERM or SIGINT")
     if asked and process.exitcode == 1:
         raise LostRunError("a signal was answered with an error")
-    return process.exitcode, hit or (at_call is not None and process.exitcode != 0)
+    if at_call is not None:
+        hit |= process.exitcode != 0
+    return process.exitcode, hit
 
 
 def end(process: Any) -> None:
@@ -268,8 +285,8 @@ def end(process: Any) -> None:
     deadline = time.monotonic() + 15
     while (left := parents(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    send(signal.SIGKILL, list(left))
     if left:
+        kill(process.pid)
         raise LostRunError(f"{len(left)} processes do not end")
 
 
@@ -356,7 +373,8 @@ class Campaign:
         It depends neither on where a checkpoint is written nor, but for a stream, on workers.
         """
         workers = variant.workers if variant.streams else 0
-        variant = replace(variant, workers=workers, background=False, store="")
+        changed = {"background": False, "store": "", "port": 0}
+        variant = replace(variant, workers=workers, **changed)
         with self._lock:
             if variant not in self._undisturbed:
                 folder = self.folder / f"undisturbed-{len(self._undisturbed)}"
@@ -397,6 +415,11 @@ class Campaign:
     def left(self, folder: Path, variant: Variant) -> list[str]:
         """The names of files that should not be there."""
         return [path.name for path in folder.rglob("*") if ".tmp-" in path.name]
+
+    def forget(self, folder: Path, variant: Variant) -> None:
+        """Delete what a try that has survived leaves."""
+        shutil.rmtree(folder)
+        Path(f"{folder}.log").unlink()
 
     def attempt(self, number: int) -> None:
         """One try: some faults, then to the end."""
@@ -448,10 +471,7 @@ class Campaign:
             total = f"{self.struck.total()} faults, {failures} failures"
             print(f"try {number}: {problem or 'survived'}; {total}", flush=True)
         if not problem:
-            shutil.rmtree(folder)
-            shutil.rmtree(f"{folder}-store", ignore_errors=True)
-            Path(f"{folder}-other.log").unlink(missing_ok=True)
-            log.unlink()
+            self.forget(folder, variant)
 
     def table(self) -> str:
         """How often each fault struck each script."""
@@ -488,17 +508,29 @@ class LostMachines(Campaign):
 
     def variant(self, number: int, folder: Path, draw: random.Random) -> Variant:
         """The core's script with a store."""
-        store = Path(f"{folder}-store")
-        store.mkdir()
         flags = (False, True)
         choices = list(product((1, 2), (0, 2), flags, flags, flags, flags))
-        variant = Variant("core", *draw.choice(choices), store=str(store))
+        variant = Variant("core", *draw.choice(choices), *self.place(folder))
         if number % 3 < 2:
             return variant
         # Each machine has another number of ranks, by all of which this batch can be divided.
         return replace(
             variant, ranks=1, batch_size=12, streams=False, stops_early=False
         )
+
+    def place(self, folder: Path) -> tuple[str, int]:
+        """The address of the store of a try, and the port of its server."""
+        return f"file://{folder}-store", 0
+
+    def disturber(self, fault: str, variant: Variant, draw: random.Random) -> Any:
+        """What disturbs the requests to the store, if the fault is one of them."""
+        folder = variant.store.removeprefix("file://")
+        if "slow" in fault:
+            return AtCall(0, folder=folder, seconds=0.03)
+        if "request" in fault:
+            error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
+            return AtCall(draw.randint(1, 100), error, folder=folder)
+        return None
 
     def comparable(self, outcome: Any, variant: Variant) -> Any:
         """With other numbers of ranks only the samples are the same."""
@@ -517,19 +549,14 @@ class LostMachines(Campaign):
             return self.two_machines(folder, variant, seconds, draw)
         log = Path(f"{folder}.log")
         before = log.stat().st_size
-        at_call = None
-        if "slow" in fault:
-            at_call = AtCall(0, folder=variant.store, seconds=0.03)
-        elif "request" in fault:
-            error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
-            at_call = AtCall(draw.randint(1, 100), error, folder=variant.store)
+        at_call = self.disturber(fault, variant, draw)
         loses = "lost" in fault
         signalled = f"SIGKILL, {fault}" if loses else fault
         code, hit = run(folder, variant, signalled, seconds, draw, at_call)
         if loses and hit:
             shutil.rmtree(folder, ignore_errors=True)
         if hit and "damaged" in fault:
-            self.damage(Path(variant.store), draw)
+            self.damage(variant.store, draw)
         return code, hit or b"NOT IN THE STORE" in log.read_bytes()[before:]
 
     def two_machines(
@@ -555,14 +582,16 @@ class LostMachines(Campaign):
             other.rename(folder)
         return code, stops
 
-    def damage(self, store: Path, draw: random.Random) -> None:
+    def damage(self, store: str, draw: random.Random) -> None:
         """Cut a file of the newest checkpoint, if there is one before it."""
+        system, root = fsspec.url_to_fs(store)
         checkpoints = named_in(store)
         if len(checkpoints) > 1:
             name, files = checkpoints[-1]["name"], checkpoints[-1]["files"]
-            own = [store / key for path, key in files.items() if path.startswith(name)]
-            path = draw.choice([path for path in own if path.stat().st_size])
-            os.truncate(path, draw.randrange(path.stat().st_size))
+            own = [f"{root}/{files[path]}" for path in files if path.startswith(name)]
+            path = draw.choice([path for path in own if system.size(path)])
+            content = system.cat_file(path)
+            system.pipe_file(path, content[: draw.randrange(len(content))])
 
     def last_run(self, folder: Path, variant: Variant) -> int:
         """Start it to its end; then on a last machine, which gets all of it from the store."""
@@ -572,18 +601,93 @@ class LostMachines(Campaign):
 
     def left(self, folder: Path, variant: Variant) -> list[str]:
         """Also what the pointer of the store does not name."""
-        store = Path(variant.store)
-        named = {"pointer.json"}
-        for saved in named_in(store):
+        there = names_in(variant.store)
+        named = set(there[-1:])  # the pointer
+        for saved in named_in(variant.store):
             named.update(saved["files"].values())
-        there = {path.name for path in store.iterdir()}
-        return super().left(folder, variant) + sorted(there ^ named)
+        return super().left(folder, variant) + sorted(named.symmetric_difference(there))
+
+    def forget(self, folder: Path, variant: Variant) -> None:
+        """Also the store, and the log of the other machine."""
+        super().forget(folder, variant)
+        system, root = fsspec.url_to_fs(variant.store)
+        system.rm(root, recursive=True)
+        Path(f"{folder}-other.log").unlink(missing_ok=True)
 
 
-def named_in(store: Path) -> Any:
+class S3Machines(LostMachines):
+    """The same with a server that speaks S3 as the store.
+
+    Args:
+        port: of the server.
+        args: see the base class.
+        kwargs: see the base class.
+    """
+
+    kinds: ClassVar = S3_FAULTS
+
+    def __init__(self, port: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._port = port
+        self._proxies: dict[str, Proxy] = {}
+        os.environ.update(environment(port))
+        with suppress(FileExistsError):
+            fsspec.filesystem("s3").mkdir("bucket")
+
+    def place(self, folder: Path) -> tuple[str, int]:
+        """See the base class."""
+        store = f"s3://bucket/{folder.name}"
+        proxy = self._proxies[store] = Proxy(self._port, kill)
+        return store, proxy.port
+
+    def disturber(self, fault: str, variant: Variant, draw: random.Random) -> Any:
+        """See the base class."""
+        proxy = self._proxies[variant.store]
+        proxy.plan("", 0)
+        number = draw.randrange(40)
+        if "slow" in fault:
+            proxy.plan("", 0, seconds=0.1)
+        elif "lost at a request" in fault:
+            proxy.plan(draw.choice(("kill", "kill at the answer")), number)
+        elif "fails" in fault:
+            proxy.plan("refuse", number, draw.choice((1, 3, 30)))
+        elif "is cut" in fault:
+            how = draw.choice(("cut", "cut the answer"))
+            proxy.plan(how, number, draw.choice((1, 3, 30)))
+        else:
+            return None
+        return proxy
+
+    def disturb(
+        self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
+    ) -> tuple[int, bool]:
+        """See the base class; a request that was sent again counts too."""
+        code, hit = super().disturb(folder, variant, fault, seconds, draw)
+        proxy = self._proxies[variant.store]
+        hit |= proxy.struck > 0
+        proxy.plan("", 0)
+        return code, hit
+
+    def forget(self, folder: Path, variant: Variant) -> None:
+        """Also the proxy."""
+        super().forget(folder, variant)
+        self._proxies.pop(variant.store).close()
+
+
+def names_in(store: str) -> list[str]:
+    """The sorted names of the files in a store; the last one is its pointer."""
+    system, root = fsspec.url_to_fs(store)
+    system.invalidate_cache()
+    if not system.exists(root):
+        return []
+    return sorted(Path(path).name for path in system.ls(root, detail=False))
+
+
+def named_in(store: str) -> Any:
     """The checkpoints that the pointer of a store names."""
-    pointer = store / "pointer.json"
-    return json.loads(pointer.read_text())["checkpoints"] if pointer.exists() else []
+    system, root = fsspec.url_to_fs(store)
+    pointers = names_in(store)[-1:]
+    return json.loads(system.cat_file(f"{root}/{pointers[0]}")) if pointers else []
 
 
 if __name__ == "__main__":
@@ -602,6 +706,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--lose-machine", action="store_true", help="machines with stores are lost"
     )
+    parser.add_argument(
+        "--s3", action="store_true", help="with --lose-machine: the store speaks S3"
+    )
     options = parser.parse_args()
     CONTEXT.set_forkserver_preload(
         [
@@ -609,6 +716,7 @@ if __name__ == "__main__":
             "torch.utils.tensorboard",
             "hooktrain.checkpoint.folders",
             "crash_scripts",
+            *["s3fs"] * options.s3,
         ]
     )
     # The first process waits for these imports, and none of a run should.
@@ -617,18 +725,21 @@ if __name__ == "__main__":
     first.join()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
-    kind = LostMachines if options.lose_machine else Campaign
-    campaign = kind(options.seed, options.faults, folder)
-    if options.only is None:
-        campaign.go(options.jobs)
-    else:
-        campaign.attempt(options.only)
+    kind: Any = LostMachines if options.lose_machine else Campaign
+    with ExitStack() as stack:
+        if options.s3:
+            kind = partial(S3Machines, stack.enter_context(s3_server()))
+        campaign = kind(options.seed, options.faults, folder)
+        if options.only is None:
+            campaign.go(options.jobs)
+        else:
+            campaign.attempt(options.only)
     print(campaign.table())
     print(f"tries that were lost or bent: {len(campaign.failures)}")
     for number, variant, struck, problem in campaign.failures:
         print(json.dumps({"try": number, "variant": str(variant), "faults": struck}))
         print(f"  {problem}; see {folder}/try-{number}.log; repeat it by")
-        lose = " --lose-machine" * options.lose_machine
+        lose = " --lose-machine" * options.lose_machine + " --s3" * options.s3
         print(f"  python {sys.argv[0]} --seed {options.seed} --only {number}{lose}")
     if not campaign.failures:
         shutil.rmtree(folder)

@@ -3,6 +3,7 @@
 Each trains a small network on the digits. Called again, it goes on where its folder was left.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import train_net
+from crash_store import environment
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -48,7 +50,8 @@ class Variant:
         background: save in the background.
         streams: read the data as a stream, which torchdata continues.
         stops_early: end when an evaluation has brought no improvement.
-        store: the folder that takes the place of a store, or "".
+        store: the address of a store, or "".
+        port: of the server of an ``s3://`` store.
         batch_size: of all ranks.
     """
 
@@ -60,6 +63,7 @@ class Variant:
     streams: bool = False
     stops_early: bool = False
     store: str = ""
+    port: int = 0
     batch_size: int = BATCH_SIZE
 
 
@@ -134,7 +138,9 @@ def core(folder: str, variant: Variant) -> None:
         "model.dropout": 0.5,
     }
     if variant.store:
-        options["train.store"] = f"file://{variant.store}"
+        options["train.store"] = variant.store
+    if variant.port:
+        os.environ.update(environment(variant.port))
     if variant.streams:
         name = f"{stream_loader.__module__}.{stream_loader.__qualname__}"
         options["dataloader.train"] = {"_target_": name, "num_workers": variant.workers}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from equality import assert_equal, assert_same_end, final_checkpoint
@@ -287,6 +288,22 @@ def test_a_loop_of_ones_own_publishes_the_configuration_as_it_begins(
     assert LazyConfig.load(folder / "config.json").train.log_period == 1
     periodic.step(0)
     assert LazyConfig.load(folder / "config.json").train.log_period == 2
+
+
+def test_a_restart_in_a_folder_with_a_checkpoint_reads_the_store_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(folder, "train.store=memory://bucket/run")
+    train(cfg)
+    reads = []
+    read = MemoryFileSystem.cat_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "cat_file", lambda *args: reads.append(args) or read(*args)
+    )
+    default_setup(cfg, Namespace(resume=True))
+    build(cfg, resume=True)
+    assert len(reads) == 1
+    MemoryFileSystem.store.clear()
 
 
 def test_setup_works_without_a_folder() -> None:

@@ -15,6 +15,7 @@ from loading import load_tool
 from equality import assert_same_end, metrics
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.config import LazyConfig, instantiate
 from hooktrain.data import build_train_loader
 from hooktrain.engine import (
     HookBase,
@@ -24,11 +25,12 @@ from hooktrain.engine import (
     default_writers,
 )
 from hooktrain.engine.hooks import CallbackHook
+from hooktrain.utils.logger import close_logger
 from processes import end, start
 from s3 import s3_server
 from toys import LinearLoss, batches, sgd
 
-ROOT = Path(__file__).parent.parent.parent
+CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py")
 SETTINGS = [
     "train.max_iter=24",
     "train.checkpointer.period=5",
@@ -62,8 +64,7 @@ def train(folder: Path, kill_at: int, *extra: str) -> None:
         return trainer
 
     train_net.build_trainer = build
-    config = str(ROOT / "configs" / "digits_cnn.py")
-    options = ["--resume", "--config-file", config, f"train.output_dir={folder}"]
+    options = ["--resume", "--config-file", CONFIG, f"train.output_dir={folder}"]
     train_net.main(
         train_net.argument_parser().parse_args([*options, *SETTINGS, *extra])
     )
@@ -109,6 +110,40 @@ def test_a_run_whose_folder_is_lost_twice_ends_as_an_undisturbed_one(
     assert_same_end(tmp_path / "lost", tmp_path / "undisturbed")
     assert metrics(tmp_path / "lost")[-1]["iteration"] == 24
     assert len(list((tmp_path / "lost").glob("events.out.tfevents.*"))) >= 2
+
+
+@pytest.mark.parametrize(
+    ("how", "fetched"),
+    [
+        ("--resume", True),
+        ("--best", True),
+        ("train.init_checkpoint={}/first/model_best.pth", False),
+    ],
+)
+def test_an_evaluation_in_an_empty_folder_fetches_the_run(
+    how: str, fetched: bool, tmp_path: Path
+) -> None:
+    store = f"file://{tmp_path}/store"
+    model = instantiate(LazyConfig.load(CONFIG).model)
+    first = Checkpointer(model, tmp_path / "first", store=store)
+    best = {"metric": "a", "best_metric": 1, "best_iter": 4}
+    first.save("model_best", tag=False, best=best)
+    first.save("model_0000009", iteration=9)
+    first.finish()
+    train_net = load_tool("train_net")
+
+    def evaluate(folder: str) -> Any:
+        options = ["--eval-only", "--config-file", CONFIG, how.format(tmp_path)]
+        settings = [f"train.output_dir={tmp_path}/{folder}", f"train.store={store}"]
+        parser = train_net.argument_parser()
+        return train_net.main(parser.parse_intermixed_args([*options, *settings]))
+
+    try:
+        assert evaluate("second") == evaluate("first")
+    finally:
+        close_logger()
+    assert (tmp_path / "second" / "model_0000009.pth").exists() == fetched
+    assert not list(tmp_path.glob("store/pointer-00000002*"))
 
 
 def small_run(folder: Path, store: str) -> None:

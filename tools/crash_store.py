@@ -1,0 +1,149 @@
+"""A store for tools/crash_campaign.py: moto's server, which speaks S3, behind proxies that disturb.
+
+Each try has a proxy of its own. It relays bytes, and knows where a request begins: at the first
+bytes from the client after some from the server.
+"""
+
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+
+REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+def environment(port: int) -> dict[str, str]:
+    """The variables by which s3fs finds a server on this machine, and soon gives up."""
+    return {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_RETRY_MODE": "standard",
+        "AWS_MAX_ATTEMPTS": "2",
+    }
+
+
+def connect(port: int) -> socket.socket:
+    """A connection to a server on this machine."""
+    return socket.create_connection(("127.0.0.1", port))
+
+
+@contextmanager
+def s3_server() -> Iterator[int]:
+    """Start the server; gives its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
+    try:
+        while process.poll() is None:
+            with suppress(ConnectionRefusedError), connect(port):
+                break
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Proxy:
+    """Stands between the runs of a try and the server.
+
+    Args:
+        port: of the server.
+        kill: ends the run whose first process is given.
+
+    Attributes:
+        port: for the runs.
+        process: the first process of the run.
+        seconds: how long each request waits.
+        struck: how many requests were disturbed.
+    """
+
+    def __init__(self, port: int, kill: Callable[[int], object]) -> None:
+        relay = self._relay
+
+        class Handler(BaseRequestHandler):
+            def handle(self) -> None:
+                relay(self.request)
+
+        self._listener = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self._listener.daemon_threads = True
+        self._server, self._kill = port, kill
+        self._lock = threading.Lock()
+        self.port: int = self._listener.server_address[1]
+        self.process = 0
+        self.plan("", 0)
+        threading.Thread(target=self._listener.serve_forever, daemon=True).start()
+
+    def plan(self, how: str, number: int, count: int = 1, seconds: float = 0.0) -> None:
+        """Disturb some requests from the next ones.
+
+        Args:
+            how: "kill" or "refuse" at a request; "kill at the answer"; "cut" or "cut the answer".
+            number: how many requests come first.
+            count: how many are disturbed.
+            seconds: how long each request waits.
+        """
+        self._how, self._first, self._count = how, number, count
+        self.seconds = seconds
+        self.struck = 0
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.shutdown()
+        self._listener.server_close()
+
+    def _next(self) -> str:
+        """What is done to the next request."""
+        time.sleep(self.seconds)
+        with self._lock:
+            self._first -= 1
+            if not -self._count <= self._first < 0 or not self._how:
+                return ""
+            self.struck += 1
+            return self._how
+
+    def _relay(self, client: socket.socket) -> None:
+        with connect(self._server) as server, suppress(ConnectionError):
+            how, answered = "", True
+            while True:
+                ready, _, _ = select.select([client, server], [], [])
+                for source in ready:
+                    data = source.recv(1 << 16)
+                    if source is client and answered and data:
+                        how = self._next()
+                    answered = source is server
+                    if not data or self._disturb(how, answered, data, client, server):
+                        return
+                    (client if answered else server).sendall(data)
+
+    def _disturb(
+        self,
+        how: str,
+        answered: bool,
+        data: bytes,
+        client: socket.socket,
+        server: socket.socket,
+    ) -> bool:
+        """Whether the connection ends here."""
+        if not how or how.endswith("answer") != answered:
+            return False
+        if how.startswith("kill"):
+            self._kill(self.process)
+        elif how.startswith("cut"):
+            (client if answered else server).sendall(data[: len(data) // 2])
+        else:
+            client.sendall(REFUSED)
+            client.settimeout(1)
+            with suppress(TimeoutError):  # else it would not read the answer
+                while client.recv(1 << 16):
+                    pass
+        return True
