@@ -35,10 +35,10 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 6_915,
+    "checkpoint": 7_005,
     "config": 2_250,
     "data": 2_450,
-    "engine": 7_565,
+    "engine": 7_575,
     "engine/hooks": 6_870,
     "evaluation": 2_500,
     "events": 3_900,
@@ -50,7 +50,7 @@ BUDGETS = {
     "compat": 14_000,
     "demos": 7_480,
 }
-WHOLE = 48_975  # without compat and demos
+WHOLE = 49_090  # without compat and demos
 
 # It imports torch.distributed.tensor, which takes half a second: it is imported where it is used.
 HEAVY = {"hooktrain.checkpoint.folders"}

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from hooktrain.checkpoint.files import CorruptCheckpointError, reading, verify_file
+from hooktrain.checkpoint.files import (
+    SHARDS,
+    STATE,
+    CorruptCheckpointError,
+    reading,
+    verify_file,
+)
 from hooktrain.checkpoint.resume import (
     pointed_iteration,
     read_pointer,
@@ -72,7 +78,6 @@ class Store:
         self.address = os.fspath(address).rstrip("/")
         self.worker = BackgroundWorker("upload")
         self._system, self._root = fsspec.url_to_fs(self.address)
-        self._is_disk = getattr(self._system, "local_file", False)
         self._folder = Path(folder)
         self._pointer = ""  # the name of this process's own
 
@@ -92,8 +97,6 @@ class Store:
                 f"there is a run in the store {self.address!r}: resume it, or give "
                 "another address"
             )
-        if self._is_disk:
-            os.makedirs(self._root, exist_ok=True)
         number = int(_newest_pointer(there)[8:16] or 0) + 1
         # No other process has this name, so two that claim it at once do not share a file.
         self._pointer = f"pointer-{number:08}-{socket.gethostname()}-{uuid4()}.json"
@@ -187,12 +190,14 @@ class Store:
             logger.warning("Nothing goes to %s without an iteration", self.address)
             return
         if not comm.is_main_process():
-            self._put(f"{name}/__{comm.get_rank()}_*")
+            self._put(f"{name}/{SHARDS.format(comm.get_rank())}")
             return
         if not self._pointer:
             self.begin(is_new=False)
-        files = self._put(name, f"{name}/[!_]*", *_BESIDE)
-        for path in sorted(self._folder.glob(f"{name}/__*")):  # its own come first
+        files = self._put(name, f"{name}/{STATE}", *_BESIDE)
+        for path in sorted(
+            (self._folder / name).glob(SHARDS.format("*"))
+        ):  # its own come first
             files |= self._put(f"{name}/{path.name}")
         there = self._list()  # the upload may have taken long
         # Later ones are of a past from which the run has not gone on.
@@ -264,11 +269,12 @@ class Store:
         """Write the pointer."""
         content = json.dumps(checkpoints, indent=1).encode()
         path = f"{self._root}/{self._pointer}"
-        if self._is_disk:  # a kill could leave a half
-            with atomic_write(path) as file:
-                file.write(content)
-        else:
+        if not getattr(self._system, "local_file", False):
             self._system.pipe_file(path, content)
+            return
+        os.makedirs(self._root, exist_ok=True)
+        with atomic_write(path) as file:  # else a kill could leave a half
+            file.write(content)
 
     def _delete(self, names: Iterable[str]) -> None:
         """Delete those files of runs that are among the names."""

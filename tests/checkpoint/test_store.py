@@ -540,7 +540,7 @@ def put_by_each(folder: Path, store: str, refuses: bool) -> list[str]:
         if comm.get_rank() > 0 and refuses:
             raise PermissionError("denied")
         if comm.is_main_process() and not refuses:
-            wait_until(lambda: list(folder.parent.glob("store/*__1_0.distcp")))
+            wait_until(lambda: list(folder.parent.glob("store/*shards_1.pth")))
         names.append(Path(target).name.split("-", 2)[-1])
         put(system, path, target)
 
@@ -555,13 +555,8 @@ def put_by_each(folder: Path, store: str, refuses: bool) -> list[str]:
 def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
     tmp_path: Path,
 ) -> None:
-    of_main = [
-        "model_0000009..metadata",
-        "model_0000009.__0_0.distcp",
-        "model_0000009.manifest.pth",
-        "model_0000009.state.pth",
-    ]
-    shards = ["model_0000009.__1_0.distcp"]
+    of_main = ["model_0000009.shards_0.pth", "model_0000009.state.pth"]
+    shards = ["model_0000009.shards_1.pth"]
     for refuses in (False, True):
         folder = tmp_path / str(refuses)
         store = f"file://{folder}/store"
