@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -350,6 +350,16 @@ class TrainerBase:
     def tolerate_losses(self) -> None:
         """Let the losses of this iteration be infinite or NaN. Call it on all ranks."""
         self._losses.tolerate(self.iter)
+
+    def compare_ranks(self, number: int, on_difference: Callable[[], None]) -> None:
+        """Let the exchanges from now on compare a number of the ranks. Call it on all ranks.
+
+        Args:
+            number: from 0 to 2^53.
+            on_difference: is called on all ranks if the numbers differ, and raises an error.
+        """
+        self._losses.compared = number
+        self._losses.on_difference = on_difference
 
     def synchronize(self) -> None:
         """Exchange metrics and requests to stop, and check the losses. A collective."""

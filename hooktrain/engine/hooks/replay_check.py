@@ -108,14 +108,14 @@ class ReplayCheck(HookBase):
             if not is_sharded(parameter):
                 row = parameter.detach().flatten().view(torch.uint8)
                 total += int(row.sum())  # host-device synchronisation
-        losses = self.trainer._losses
-        losses.compared = total
-        losses.on_difference = self._name_ranks
+        self.trainer.compare_ranks(total, partial(_name_ranks, total))
 
-    def _name_ranks(self) -> None:
-        sums = comm.all_gather(self.trainer._losses.compared)
-        others = [rank for rank, each in enumerate(sums) if each != mode(sums)]
-        raise RuntimeError(_REPLICAS % (mode(sums), others))
+
+def _name_ranks(own: int) -> None:
+    """Name the ranks whose sums differ from most. A collective."""
+    sums = comm.all_gather(own)
+    others = [rank for rank, each in enumerate(sums) if each != mode(sums)]
+    raise RuntimeError(_REPLICAS % (mode(sums), others))
 
 
 def _rows(model: nn.Module, losses: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
