@@ -2,22 +2,29 @@
 
 It needs torchvision and pip install 'hooktrain[detection]'. One override says where the data is,
 dataloader.root=/data/coco; that folder has train2017/, val2017/ and annotations/. Labels are the
-ids of categories, 0 is the background, and model.num_classes is above all of them. Another detector
-is model._target_=torchvision.models.detection.retinanet_resnet50_fpn, for example.
+ids of categories, 0 is the background, and model.num_classes is above all of them.
 
-Where the numbers come from: they are those of torchvision's references (references/detection, the
-command in its README): 26 epochs in batches of 16 with rate 0.02, a linear warm-up over 1,000
-iterations, a tenth of the rate from epochs 16 and 22 on, momentum 0.9, weight decay 1e-4, mirrored
-images, and batches of similar aspect ratios, three groups an octave. That norms do not decay is an
-addition; the frozen norms of this model have no parameters. torchvision reports a box AP of 37.0.
+Where the numbers come from: pytorch/vision, references/detection. README.md has the command: 26
+epochs, a tenth of the rate from epochs 16 and 22 on, three groups of aspect ratios an octave.
+train.py has the rest: 8 GPUs with 2 images each, rate 0.02, momentum 0.9, weight decay 1e-4;
+engine.py the linear warm-up from a thousandth of the rate, over 1,000 iterations; presets.py the
+mirroring of half of the images, and nothing else. Images without a box are left out. For the
+weights of this recipe (FasterRCNN_ResNet50_FPN_Weights.COCO_V1) torchvision reports a box AP of
+37.0. It differs in two things: norms do not decay, but the frozen ones of this model have no
+parameters; and the images of all GPUs are of one group of aspect ratios, there those of each GPU.
 This configuration has not been trained, so it has no result of its own.
+
+Another detector has other numbers. RetinaNet, with a box AP of 36.4, takes half the rate:
+model._target_=torchvision.models.detection.retinanet_resnet50_fpn optimizer.lr=0.01. More epochs
+and images of several sizes give more: detectron2's MODEL_ZOO.md has a box AP of 37.9 after 12
+epochs (faster_rcnn_R_50_FPN_1x) and of 40.2 after 37 (3x).
 
 Which norm: a GPU has two images, too few for batch norm. torchvision therefore freezes the norms of
 a pre-trained backbone (FrozenBatchNorm2d), and they keep the statistics of ImageNet. With
-model.weights_backbone=null it takes BatchNorm2d, whose running statistics lag behind the weights:
-after a short run the AP may be 0 although the losses fall. Then add the hook PreciseBN, which
-measures them again before each evaluation, or give a backbone with GroupNorm, which has no
-statistics (He et al., arXiv:1811.08883).
+model.weights_backbone=null it takes BatchNorm2d; then a backbone with GroupNorm, which needs no
+other images, is better (He et al., arXiv:1811.08883). Where batch norm stays, and its momentum is
+small, the AP of a short run may be 0 although the losses fall. The hook PreciseBN cures that; see
+docs/guide.md, "Batch norm after a short run".
 
 PyPI's torchvision is built for the torch of PyPI. Beside a torch from another index, such as +cpu,
 its operators are missing; take both from the same index.

@@ -89,7 +89,8 @@ class AspectRatioSampler(StreamSampler):
     """Shuffles so that the images of a batch of all ranks are of similar shape.
 
     Images are divided into groups by the ratio of their sides, and each batch is of one group. So
-    little is padded. A group's last batch in an epoch is filled up with images of that group.
+    little is padded. Ratios below 1/2 are one group, and so are those from 2 on. A group's last
+    batch in an epoch is filled up with images of that group.
 
     Args:
         ratios: width by height of each image.
@@ -107,8 +108,8 @@ class AspectRatioSampler(StreamSampler):
         seed: int | None = None,
     ) -> None:
         super().__init__(seed)
-        octaves = torch.tensor(ratios).log2().clamp(-1, 1)
-        self._group_of = (octaves * groups_in_octave).floor().long()
+        groups = (torch.tensor(ratios).log2() * groups_in_octave).floor()
+        self._group_of = groups.clamp(-groups_in_octave - 1, groups_in_octave)
         self._batch_size = batch_size
 
     def epoch_indices(self, epoch: int) -> Tensor:

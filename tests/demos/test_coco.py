@@ -185,6 +185,13 @@ def test_each_batch_is_of_one_shape_and_an_epoch_has_every_image(
     again = AspectRatioSampler(ratios, batch_size=4, seed=0)
     assert torch.equal(again.epoch_indices(1), epochs[1])
 
+    # The groups of torchvision's create_aspect_ratio_groups(k=3), by one ratio or two of each.
+    groups = [[0.3, 0.49], [0.51], [0.7], [0.9], [1.01], [1.3], [1.7], [2.01, 4.0]]
+    ratios = [ratio for group in groups for ratio in group]
+    order = AspectRatioSampler(ratios, batch_size=2, seed=0).epoch_indices(0)
+    pairs = {frozenset(ratios[i] for i in pair) for pair in order.view(-1, 2).tolist()}
+    assert pairs == set(map(frozenset, groups))
+
     loader = build_coco_train_loader(
         *coco_folder(tmp_path), total_batch_size=2, seed=0, collate_fn=collate_detection
     )

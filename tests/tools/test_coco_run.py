@@ -1,5 +1,6 @@
 """configs/coco_fasterrcnn.py on digits in COCO format, with a small detector of torchvision's."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,31 @@ def test_a_few_iterations_train_and_evaluate_a_detector_of_torchvision(
             assert decays[parameter] == (0.0 if is_norm else 1e-4)
 
 
-def test_the_rate_is_that_of_the_references() -> None:
+def test_the_recipe_is_that_of_the_references() -> None:
     cfg = LazyConfig.load(CONFIG)
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=cfg.optimizer.lr)
+    optimizer = {**cfg.optimizer, "params": [torch.zeros(1)]}
+    sgd = instantiate(optimizer)
+    expected: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4}
+    assert sgd.defaults == {**sgd.defaults, **expected, "nesterov": False}
+    assert cfg.dataloader.train.total_batch_size == 8 * 2
+    assert (cfg.train.max_epochs, cfg.train.auto_scale_lr.base_batch_size) == (26, 16)
+
     length = 26 * 117_266 // 16
-    scheduler = LRMultiplier(optimizer, instantiate(cfg.lr_multiplier), length)
-    epoch = length // 26
-    expected = {0: 2e-5, 500: 0.01001, 1000: 0.02, 15 * epoch: 0.02}
-    expected |= {17 * epoch: 2e-3, 23 * epoch: 2e-4}
-    for iteration, rate in expected.items():
+    scheduler = LRMultiplier(sgd, instantiate(cfg.lr_multiplier), length)
+    rates = {0: 2e-5, 500: 0.01001, 1000: 0.02}
+    rates |= {117_265: 0.02, 117_266: 2e-3}  # epoch 16 begins
+    rates |= {161_240: 2e-3, 161_241: 2e-4, length - 1: 2e-4}  # epoch 22
+    for iteration, rate in rates.items():
         scheduler.step(iteration)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        assert sgd.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_the_figures_are_those_that_torchvision_reports() -> None:
+    detection: Any = pytest.importorskip("torchvision.models.detection")
+    rcnn = detection.FasterRCNN_ResNet50_FPN_Weights.COCO_V1.meta
+    retina = detection.RetinaNet_ResNet50_FPN_Weights.COCO_V1.meta
+    cfg = LazyConfig.load(CONFIG)
+    assert cfg.model.num_classes == len(rcnn["categories"])
+    text = " ".join(str(ast.get_docstring(ast.parse(CONFIG.read_text()))).split())
+    for meta, told in ((rcnn, "a box AP of {}."), (retina, "a box AP of {}, takes")):
+        assert told.format(meta["_metrics"]["COCO-val2017"]["box_map"]) in text
