@@ -1,5 +1,6 @@
 """configs/digits_detection.py at a small size, beside a plain loop."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hooktrain.data import build_train_loader
 from hooktrain.demos import DigitDetector, DigitScenes, collate_detection
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils.env import seed_all_rng
+from test_readme import GUIDE
 
 pytest.importorskip("pycocotools")
 
@@ -88,6 +90,20 @@ def test_a_run_equals_a_plain_loop_and_keeps_the_best_model_by_ap(
     assert evaluated["bbox"]["AP"] == max(measured)
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == ["0000019.png", "0000039.png"]
+
+
+def test_after_the_short_run_of_the_guide_precise_statistics_give_an_ap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = re.findall(r"```py\n(# short_run\.py\n.*?)```", GUIDE, re.DOTALL)
+    quick = ["dataloader.train.total_batch_size=4", "dataloader.test.dataset.length=30"]
+    quick += ["optimizer.lr=0.01", "train.device=cpu"]
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(CONFIG), quick)
+    monkeypatch.setattr(LazyConfig, "load", lambda file: cfg)
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    without, precise = re.findall(r"^AP ([\d.]+)$", capsys.readouterr().out, re.M)
+    assert float(without) < 5 < 10 < float(precise)
 
 
 def test_missing_tools_are_told_before_the_training(

@@ -108,12 +108,14 @@ class EMA(HookBase):
 class PreciseBN(HookBase):
     """Replaces the running statistics of batch norm by the true ones of recent weights.
 
-    See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``.
+    See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``. It matters after
+    few iterations: the first statistics, a mean of 0 and a variance of 1, still have the weight
+    ``(1 - momentum) ** iterations``.
 
     Args:
         period: in iterations, or like ``"1 epoch"``; 0 measures at the last iteration only.
         model: a model whose batch-norm layers are in training mode then. If there are none,
-            nothing is done.
+            nothing is done. None is the trainer's, for configurations.
         data_loader: batches for the model. A finite loader starts again when it is exhausted. The
             trainer's own loader is refused if it knows its position.
         num_iter: the number of batches to measure on.
@@ -128,17 +130,19 @@ class PreciseBN(HookBase):
     def __init__(
         self,
         period: int | str,
-        model: nn.Module,
+        model: nn.Module | None,
         data_loader: Iterable[Any],
         num_iter: int,
     ) -> None:
         self._period = Period(period)
-        self._model = model
+        self._model: Any = model
         self._batches = Batches(data_loader, "data of PreciseBN")
         self._num_iter = num_iter
 
     def before_train(self) -> None:
         """Refuse another model, and a loader whose batches the training would miss."""
+        if self._model is None:
+            self._model = self.trainer.model
         _refuse_another(self, self._model)
         loader = self._batches.loader
         if loader is self.trainer.data_loader and hasattr(loader, "state_dict"):

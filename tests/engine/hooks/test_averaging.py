@@ -107,13 +107,15 @@ class Net(nn.Module):
 def make(data: list[Tensor], **kwargs: Any) -> SimpleTrainer:
     model = Net()
     trainer = SimpleTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.0))
-    trainer.register_hooks([PreciseBN(model=model, data_loader=data, **kwargs)])
+    kwargs = {"model": model, "data_loader": data, **kwargs}
+    trainer.register_hooks([PreciseBN(**kwargs)])
     return trainer
 
 
-def test_precise_statistics_are_those_of_the_whole_data_set() -> None:
+@pytest.mark.parametrize("own", [{}, {"model": None}])
+def test_precise_statistics_are_those_of_the_whole_data_set(own: Any) -> None:
     data = [torch.randn(8, 2) for _ in range(4)]
-    trainer = make(data, period=0, num_iter=4)
+    trainer = make(data, period=0, num_iter=4, **own)
     trainer.train(0, 3)
     everything = torch.cat(data)
     torch.testing.assert_close(trainer.model.bn.running_mean, everything.mean(0))
