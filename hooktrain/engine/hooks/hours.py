@@ -1,4 +1,4 @@
-"""Where the hours of a run went."""
+"""Where the hours of a run went, and how fast its steps are."""
 
 import logging
 from collections.abc import Iterator
@@ -10,6 +10,9 @@ from hooktrain.events import JSONWriter
 from hooktrain.utils.logger import pretty_seconds
 
 logger = logging.getLogger(__name__)
+
+# The metrics whose sums are told. "data_time" is a part of "time".
+_PARTS = ("time", "data_time", "evaluation_time", "save_time", "again_time")
 
 
 class Hours(HookBase):
@@ -23,7 +26,23 @@ class Hours(HookBase):
       of when the run was resumed, at the mean time of a step.
 
     A start that is killed before its first checkpoint leaves no trace. Register it last.
+
+    Given what an iteration does, it also records how much of that the steps do in a second::
+
+        flops = 6 * parameters * tokens  # or counted: see the guide, "Speed and memory"
+        Hours(samples_per_second=64, mfu=flops / (ranks * 989e12))
+
+    A value belongs to the last iteration of a period (``gather_metric_period``), and is the mean
+    over as many iterations before it. The first period has none.
+
+    Args:
+        rates: by the name of a metric, what an iteration of all ranks does. Names that contain
+            ``second`` or ``mfu`` are not compared when a resume proves itself.
     """
+
+    def __init__(self, **rates: float) -> None:
+        self._rates = rates
+        self._since = 0.0
 
     def before_train(self) -> None:
         """Record the time of the steps that are computed again."""
@@ -35,19 +54,30 @@ class Hours(HookBase):
                 storage.put_scalar("again_time", again * steps.global_avg())
                 return
 
+    def before_step(self) -> None:
+        """Record the rates where a period ends, so that writers write them after this step."""
+        trainer = self.trainer
+        period = trainer.sync_period
+        if (trainer.iter + 1) % period:
+            return
+        now = trainer.clock.own
+        if trainer.iter >= trainer.start_iter + period:
+            for name, amount in self._rates.items():
+                rate = amount * period / (now - self._since)
+                trainer.storage.put_scalar(name, rate)
+        self._since = now
+
     def after_train(self) -> None:
         """Log the parts."""
-        histories = self.trainer.storage.histories()
-        sums = {
-            name: each.global_avg() * each.count for name, each in histories.items()
-        }
-        parts = ("time", "evaluation_time", "save_time", "again_time")
-        total = sum(sums.get(name, 0.0) for name in parts)
-        for name in (*parts, "data_time"):
-            if total and name in sums:
-                seconds = sums[name]
-                text = pretty_seconds(seconds)
-                logger.info("%s: %s, %.1f %%", name, text, 100 * seconds / total)
+        seconds = {}
+        for name, history in self.trainer.storage.histories().items():
+            if name in _PARTS:
+                seconds[name] = history.global_avg() * history.count
+        total = sum(seconds.values()) - seconds.get("data_time", 0.0)
+        if total > 0:
+            for name, each in seconds.items():
+                share = 100 * each / total
+                logger.info("%s: %s, %.1f %%", name, pretty_seconds(each), share)
 
 
 @contextmanager
@@ -58,8 +88,7 @@ def spent(trainer: Any, name: str) -> Iterator[None]:
         trainer: the trainer, or None.
         name: the metric.
     """
-    hooks = trainer.hooks if trainer else ()
-    counts = any(isinstance(hook, Hours) for hook in hooks)
+    counts = trainer and any(isinstance(hook, Hours) for hook in trainer.hooks)
     start = counts and trainer.clock.read()
     yield
     if counts:

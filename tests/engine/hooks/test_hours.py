@@ -18,7 +18,7 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
 )
-from hooktrain.events import JSONWriter
+from hooktrain.events import JSONWriter, load_json_metrics
 from toys import linear_trainer
 
 
@@ -95,6 +95,38 @@ def test_the_parts_of_a_run_that_was_killed_and_resumed_are_told(
         "again_time": ("0:00:12", round(1200 / total, 1)),
         "data_time": ("0:00:00", 0.0),
     }
+
+
+class Steady(HookBase):
+    """Lets a step take 1 second up to iteration 8, and then 2; an evaluation takes 100."""
+
+    now = 0.0
+
+    def before_train(self) -> None:
+        self.trainer.clock.read = lambda: self.now
+
+    def before_step(self) -> None:
+        self.now += 1 if self.trainer.iter < 9 else 2
+
+    def after_step(self) -> None:
+        self.now += 100
+
+
+def test_rates_are_those_of_the_steps_of_a_period_and_stand_in_the_row_of_its_end(
+    tmp_path: Path,
+) -> None:
+    rates = Hours(samples_per_second=64, mfu=0.5)
+    file = tmp_path / "metrics.json"
+    writer = PeriodicWriter([JSONWriter(file, window_size=1)], 5)
+    trainer = linear_trainer(Steady(), writer, rates, gather_metric_period=5)
+    trainer.train(0, 15)
+    rows = load_json_metrics(file)
+    found = [(r["iteration"], r.get("samples_per_second"), r.get("mfu")) for r in rows]
+    assert found == [(4, None, None), (9, 64.0, 0.5), (14, 32.0, 0.25)]
+
+    trainer.train(max_iter=26)  # from the middle of a period
+    history = trainer.storage.history("samples_per_second").values()
+    assert history == [(64.0, 9), (32.0, 14), (32.0, 24)]
 
 
 def test_without_the_hook_nothing_is_recorded() -> None:
