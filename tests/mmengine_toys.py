@@ -1,13 +1,13 @@
 """A model with MMEngine's classes."""
 
 import sys
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import mmengine_itself  # noqa: F401
 from hooktrain.compat.mmengine import (
     BaseModel,
     BaseModule,
@@ -15,12 +15,6 @@ from hooktrain.compat.mmengine import (
     OptimWrapper,
     Sequential,
 )
-
-with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore"
-    )  # here, since it warns and sets environment variables
-    import mmengine.runner  # noqa: F401
 
 
 class Part(BaseModule):

@@ -31,6 +31,7 @@ CONTEXT.set_forkserver_preload(
         "pytest",
         "torch._dynamo",  # which the first optimizer imports, and that takes seconds
         "torch.distributed.run",
+        "torch.utils.tensorboard",  # which every run writes to
         "hooktrain.checkpoint.folders",
         "hooktrain.demos",
         "hooktrain.engine",

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from hypothesis import settings, strategies as st
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mmengine.optim.scheduler
+import mmengine_itself  # noqa: F401  # before mmengine
+
+# isort: split
+import mmengine.optim.scheduler
 
 theirs = mmengine.optim.scheduler
 SAME_EACH_TIME = settings(

@@ -1,6 +1,3 @@
-import vision  # noqa: F401  # before torchmetrics, which imports torchvision
-
-# isort: split
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from gloo import run_ranks
 from hooktrain.evaluation import (
@@ -151,6 +146,11 @@ def share_of_right_ones(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluate_metrics() -> dict[str, Any]:
+    # Here, since the ranks of the other tests import this module too. It takes seconds.
+    import vision  # noqa: F401, I001  # before torchmetrics, which imports torchvision
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
     loader = share_of(comm.get_rank(), comm.get_world_size())
     of_torchmetrics = MetricCollection(
         {"acc": MulticlassAccuracy(2, average="micro"), "f1": MulticlassF1Score(2)}

@@ -1,13 +1,17 @@
 """MMEngine's preprocessor of images, batch norms, and search for unused parameters."""
 
+import mmengine_itself  # noqa: F401  # before mmengine
+
+# isort: split
 import copy
 import logging
 import math
-import warnings
 from typing import Any
 
+import mmengine.model.averaged_model as theirs
 import pytest
 import torch
+from mmengine.model import ImgDataPreprocessor as TheirImages
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -23,11 +27,6 @@ from hooktrain.compat.mmengine import (
     detect_anomalous_params,
 )
 from hooktrain.solver import OptimWrapper
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mmengine.model.averaged_model as theirs
-    from mmengine.model import ImgDataPreprocessor as TheirImages
 
 ONE = {"mean": [127.5], "std": [58.4]}
 THREE = {"mean": [123.7, 116.3, 103.5], "std": [58.4, 57.1, 57.4]}
