@@ -31,6 +31,7 @@ from hooktrain.checkpoint.files import (
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, replacing
+from hooktrain.utils.names import dotted
 from hooktrain.utils.tensors import (
     full_tensor,
     is_sharded,
@@ -145,7 +146,7 @@ def read_folder(
     def read(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
-        name = _dotted(keys)
+        name = dotted(keys)
         tensor = _empty_tensor(leaf, name, shards, map_location)
         _fill(tensor, name, content["parts"].get(name, []), tensors_in)
         return tensor
@@ -221,7 +222,7 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     def take(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return leaf
-        name = _dotted(keys)
+        name = dotted(keys)
         if name in tensors:
             raise ValueError(f"two tensors of the state are both named {name!r}")
         tensors[name] = leaf.detach()
@@ -230,10 +231,6 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
 
     return map_leaves(take, state), tensors
-
-
-def _dotted(keys: Keys) -> str:
-    return ".".join(map(str, keys))
 
 
 def _write_shards(tensors: dict[str, Tensor], folder: Path) -> dict[str, Part]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.names import did_you_mean, dotted
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +124,6 @@ def find_key(container: Any, part: str) -> Any:
         if str(key) == part:
             return key
     return None
-
-
-def dotted(path: Path) -> str:
-    """A path in the form that references and overrides have."""
-    return ".".join(map(str, path))
 
 
 def resolve(cfg: ConfigDict) -> ConfigDict:

@@ -14,7 +14,6 @@ from typing import Any
 
 from hooktrain.config.config_dict import (
     ConfigDict,
-    dotted,
     from_omegaconf,
     logger,
     resolve,
@@ -23,7 +22,7 @@ from hooktrain.config.config_dict import (
 from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.plain_data import NOT_SAVED, dotted_lines, to_data
 from hooktrain.utils.file_io import AnyPath, atomic_write
-from hooktrain.utils.names import call
+from hooktrain.utils.names import call, dotted
 
 Keys = str | Sequence[str] | None
 

@@ -167,7 +167,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
     ) -> None:
         super().__init__(model, interval, device)
         if not 0 < momentum <= 1:
-            raise ValueError(f"momentum must be in (0, 1]: {momentum!r}")
+            raise ValueError(f"momentum, or 1 - decay, must be in (0, 1]: {momentum!r}")
         if 0.5 < momentum < 1:
             logger.warning(
                 "momentum=%g is the weight of the present values, and forgets fast. For a decay "

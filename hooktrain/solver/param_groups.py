@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooktrain.model.wrappers import unwrap_model
+from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ NORMS = (
 # Parts of a name that come from a wrapper, not from the model: torch.compile, activation
 # checkpointing and FSDP 1. "module" is one only inside data parallel wrappers.
 WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def walk_parameters(model: nn.Module) -> list[Walked]:
@@ -48,7 +47,7 @@ def walk_parameters(model: nn.Module) -> list[Walked]:
         for name, child in module._modules.items():  # named_children() has each once
             if child is None:
                 continue
-            if name in WRAPPER_PARTS or isinstance(module, DATA_PARALLEL):
+            if name in WRAPPER_PARTS or is_model_wrapper(module):
                 walk(child, prefix)
             else:
                 walk(child, f"{prefix}{name}.")

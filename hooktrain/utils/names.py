@@ -61,6 +61,11 @@ def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
     return items
 
 
+def dotted(path: Iterable[object]) -> str:
+    """Keys and indices as the dotted path that messages, references and overrides have."""
+    return ".".join(map(str, path))
+
+
 def is_loss(name: str) -> bool:
     """Whether a metric of this name is a loss: its name has "loss" in it, as in MMEngine."""
     return "loss" in name

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.utils import comm
+from hooktrain.utils.names import dotted
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -171,7 +172,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     def keep(path: tuple[Any, ...], leaf: Any) -> None:
         numbers = _numbers(leaf)
         if numbers is not None:
-            found[".".join(map(str, path))] = numbers
+            found[dotted(path)] = numbers
 
     map_leaves(keep, tensors)
     if not found:

@@ -48,8 +48,8 @@ class EMA(HookBase):
 
     Raises:
         TypeError: if ``average`` is not a :class:`hooktrain.model.BaseAveragedModel`.
-        ValueError: if ``decay`` is out of its range; when training starts, if ``model`` is another
-            one than the trainer's.
+        ValueError: if ``1 - decay``, the momentum, is not in (0, 1]; when training starts, if
+            ``model`` is another one than the trainer's.
     """
 
     def __init__(
@@ -62,8 +62,6 @@ class EMA(HookBase):
         begin_iter: int = 0,
     ) -> None:
         if average is None:
-            if not 0 <= decay < 1:
-                raise ValueError(f"decay must be in [0, 1): {decay!r}")
             average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
         elif not isinstance(average, BaseAveragedModel):
             raise TypeError(f"average is no BaseAveragedModel of ours: {type(average)}")

@@ -218,7 +218,6 @@ class BestCheckpointer(HookBase):
     """
 
     _logger = logger  # detectron2's name, for subclasses
-    _ema: EMA | None = None
 
     def __init__(
         self,
