@@ -156,8 +156,9 @@ class ModelTrainer(TrainerBase):
     def after_step(self) -> None:
         """Exchange metrics, call the hooks, and after the first period warn of mistakes."""
         super().after_step()
-        is_end = self.done % self.sync_period == 0 or self.is_last
-        if self._first_versions and is_end:
+        if not self._first_versions:
+            return
+        if self.done % self.sync_period == 0 or self.is_last:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, self._first_versions)
