@@ -35,7 +35,7 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_005,
+    "checkpoint": 7_350,
     "config": 2_250,
     "data": 2_450,
     "engine": 7_600,
@@ -45,14 +45,14 @@ BUDGETS = {
     "model": 3_450,
     "solver": 5_250,
     "strategy": 2_940,
-    "utils": 4_850,
+    "utils": 4_900,
     ".": 400,
     "compat": 14_000,
     "demos": 7_480,
 }
-WHOLE = 49_205  # without compat and demos
+WHOLE = 49_565  # without compat and demos
 
-# It imports torch.distributed.tensor, which takes half a second: it is imported where it is used.
+# They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}
 
 

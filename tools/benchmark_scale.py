@@ -22,6 +22,7 @@ counts the files that each of them has open (Linux).
 """
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -40,6 +41,9 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import start_processes
@@ -48,7 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hooktrain.checkpoint.files import load_file, save_file, verify_file
-from hooktrain.checkpoint.folders import _write_shards, copy_to_host, save_folder
+from hooktrain.checkpoint.folders import copy_to_host, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, hooks
@@ -233,9 +237,8 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
         "write and fsync": lambda: write_durably(raw, content),
         "torch.save, not synced": lambda: torch.save(state, plain),
         "save_file (checksums, fsync)": lambda: save_file(state, ours),
-        "save_folder (checksums, fsync, read again)": lambda: save_folder(
-            state, sharded
-        ),
+        "save_folder (sha256, fsync)": lambda: save_folder(state, sharded),
+        "sha256 alone": lambda: hashlib.sha256(content).digest(),
         "verify_file (all checksums)": lambda: verify_file(ours),
         "load_file (verified)": lambda: load_file(ours),
         "read_folder (verified)": lambda: read_checkpoint(str(sharded)),
@@ -247,26 +250,58 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
     return speeds
 
 
-def part_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
-    """Bytes and us that each tensor of a rank adds for each rank, which gets the parts of all."""
-    sent = []
-    for rank in range(ranks):
-        with one_of(ranks, rank), tempfile.TemporaryDirectory() as folder:
-            mesh, shape = init_device_mesh("cpu", (ranks,)), torch.Size([ranks, 4])
-            options = {"run_check": False, "shape": shape, "stride": (4, 1)}
-            shards: dict[str, Tensor] = {
-                f"model.layers.{i}.attention.weight": DTensor.from_local(
-                    torch.zeros(1, 4), mesh, [Shard(0)], **options
-                )
-                for i in range(tensors)
-            }
-            sent.append(pickle.dumps(_write_shards(shards, Path(folder))))
+def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
+    """The plan of a rank for writing so many sharded tensors, as it is sent."""
+    with one_of(ranks, rank):
+        mesh, shape = init_device_mesh("cpu", (ranks,)), torch.Size([ranks, 4])
+        options = {"run_check": False, "shape": shape, "stride": (4, 1)}
+        shards = {
+            f"model.layers.{i}.attention.weight": DTensor.from_local(
+                torch.zeros(1, 4), mesh, [Shard(0)], **options
+            )
+            for i in range(tensors)
+        }
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False
+        )
+        planner.set_up_planner(shards, is_coordinator=rank == 0)
+        return pickle.dumps(planner.create_local_plan())
+
+
+def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
+    """Bytes and us that each tensor of a rank adds for the main process: plan, and results.
+
+    The plans of all ranks are settled when the tensors are saved for the first time. The results of
+    all ranks are collected at each save, and go into the metadata.
+    """
+    sent = [plan_of(rank, ranks, tensors) for rank in range(ranks)]
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )
     start = time.process_time()
-    for parts in sent:
-        pickle.loads(parts)
-    seconds = time.process_time() - start
+    settled, metadata = planner.create_global_plan(
+        [pickle.loads(plan) for plan in sent]
+    )
+    for plan in settled:
+        pickle.dumps(plan)
+    agreed = time.process_time() - start
+    written = [
+        pickle.dumps(
+            [
+                WriteResult(i.index, 16, _StorageInfo("__0_0.distcp", 0, 16))
+                for i in p.items
+            ]
+        )
+        for p in settled
+    ]
+    start = time.process_time()
+    results = [result for rank in written for result in pickle.loads(rank)]
+    metadata.storage_data = {result.index: result.storage_data for result in results}
+    pickle.dumps(metadata)
+    known = time.process_time() - start
     each = ranks * tensors
-    return [sum(map(len, sent)) / each, seconds / each * 1e6]
+    sizes = (sum(map(len, sent)) / each, sum(map(len, written)) / each)
+    return [sizes[0], agreed / each * 1e6, sizes[1], known / each * 1e6]
 
 
 def costs(speed: Speeds, billions: float, ranks: int) -> list[Any]:
@@ -276,7 +311,7 @@ def costs(speed: Speeds, billions: float, ranks: int) -> list[Any]:
     """
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
     blocked = share / speed["copy into kept memory"][1]
-    background = share / speed["save_folder (checksums, fsync, read again)"][1]
+    background = share / speed["save_folder (sha256, fsync)"][1]
     restore = share / speed["read_folder (verified)"][1]
     return [billions, ranks, 12 * billions, share, blocked, background, restore]
 
@@ -289,11 +324,11 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
     headers = ["measured", "GB/s", "GB a second of the processor"]
     measured = [(name, *both) for name, both in speed.items()]
     print(f"{title}\n\n{tabulate(measured, headers, 'pipe', floatfmt='.2f')}")
-    headers = ["bytes", "us"]
-    title = "each tensor of each rank, for each rank of a sharded save"
-    columns = zip(*(part_costs() for _ in range(rounds)), strict=True)
+    headers = ["plan, bytes", "plan, us", "result, bytes", "result, us"]
+    title = "each tensor of each rank, for the main process of a sharded save"
+    columns = zip(*(plan_costs() for _ in range(rounds)), strict=True)
     medians = [statistics.median(column) for column in columns]
-    print(f"\n{title}\n\n{tabulate([medians], headers, 'pipe', floatfmt='.2f')}\n")
+    print(f"\n{title}\n\n{tabulate([medians], headers, 'pipe', floatfmt='.0f')}\n")
     rows = [
         costs(speed, billions, ranks)
         for billions in (1, 10, 100)

@@ -20,8 +20,8 @@ from torch.utils.serialization import config
 from hooktrain.utils.file_io import AnyPath, atomic_write
 from hooktrain.utils.tensors import is_sharded
 
-# The files of a folder of shards: that of each rank, and what says where the parts of tensors are.
-SHARDS = "shards_{}.pth"
+# The files by which a folder of shards is recognised.
+MANIFEST = "manifest.pth"
 STATE = "state.pth"
 
 _PLAIN_TYPES = (
@@ -50,7 +50,7 @@ def is_folder(path: AnyPath) -> bool:
     path = Path(path)
     if path.name.startswith("."):
         return False
-    return any((path / name).is_file() for name in (STATE, SHARDS.format(0)))
+    return any((path / name).is_file() for name in (STATE, MANIFEST))
 
 
 def save_file(state: dict[str, Any], path: AnyPath) -> None:
@@ -91,7 +91,7 @@ def verify_file(path: AnyPath) -> None:
         OSError: if it cannot be opened.
     """
     with open(path, "rb") as file, reading(path):
-        problem = _find_problem(file)
+        problem = find_problem(file)
         if problem:
             raise CorruptCheckpointError(f"{path} is no intact checkpoint: {problem}")
 
@@ -213,8 +213,13 @@ def _is_storable_leaf(value: Any) -> bool:
     return kind in _PLAIN_TYPES
 
 
-def _find_problem(file: IO[bytes]) -> str:
-    """What is wrong with a file of torch, open at its beginning, or ""."""
+def find_problem(file: IO[bytes], *, checksums: bool = True) -> str:
+    """What is wrong with an open file of torch, or "".
+
+    Args:
+        file: at its beginning.
+        checksums: whether to read all of it and compare its checksums, if it has any.
+    """
     start = file.read(len(_LEGACY_MAGIC))
     if start == _LEGACY_MAGIC:
         return ""
@@ -228,7 +233,7 @@ def _find_problem(file: IO[bytes]) -> str:
             # torch would read nothing, and leave the tensor uninitialised.
             if part.external_attr & 0x10:
                 return f"{part.filename} is marked as a folder"
-        has_checksums = any(part.CRC for part in parts)
+        has_checksums = checksums and any(part.CRC for part in parts)
         altered = container.testzip() if has_checksums else None
     if altered:
         return f"the checksum of its part {altered!r} does not match"

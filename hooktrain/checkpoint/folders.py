@@ -1,36 +1,55 @@
 """Folders of shards: each rank writes its part of the tensors, on a disk that all ranks see.
 
-Each rank has a file of its own, ``shards_0.pth`` and so on, written and verified as any checkpoint
-file. ``state.pth`` holds everything else, and says in which file and where in the tensor each part
-of it is. The folder gets its name when it is complete.
+The tensors are in files of torch.distributed.checkpoint. ``state.pth`` holds everything else, and
+says where the parts of each tensor are, so that torch's own ``.metadata``, a pickle that may run
+any code, need not be read. ``manifest.pth`` holds the size and the digest of each file, which are
+compared before anything is read. The folder gets its name when it is complete.
 """
 
-import math
-from collections.abc import Callable, Mapping
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _validate_global_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from hooktrain.checkpoint.files import (
-    SHARDS,
+    MANIFEST,
     STATE,
     CorruptCheckpointError,
+    find_problem,
     is_folder,
     load_file,
-    load_verified,
     reading,
-    verify_file,
     write_file,
 )
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import AnyPath, replacing
+from hooktrain.utils.file_io import AnyPath, raise_disk_full, replacing
 from hooktrain.utils.names import dotted
 from hooktrain.utils.tensors import (
     full_tensor,
@@ -44,12 +63,21 @@ from hooktrain.utils.tensors import (
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
 
-Part = tuple[tuple[int, ...], tuple[int, ...], str]
-"""A part of a tensor: its offsets and sizes in the tensor, and the name of its file."""
+Parts = dict[str, list[tuple[Any, ...]]]
+"""For each tensor by name, its parts: offsets and sizes in the tensor, the name of the file, and
+offset and length in the file."""
+
+Digests = dict[str, tuple[int, str]]
+"""The size and the sha256 of each file, by its name."""
 
 # A copy from CUDA into pinned memory is faster. Pinning itself takes long, so small tensors are not
 # worth it.
 _PINNED_BYTES = 1 << 20
+
+# torch warns where one process without a process group saves, which is intended here.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+# torch 2.9 warns of a call of its own.
+warnings.filterwarnings("ignore", "TypedStorage", UserWarning, filesystem.__name__)
 
 
 def save_folder(
@@ -69,8 +97,8 @@ def save_folder(
         ValueError: on every rank, if two tensors have one dotted name, or the ranks do not hold
             the shards of the same tensors.
         FileExistsError: if something else than a sharded checkpoint has that name.
-        OSError: on every rank, if the disk of one is full or fails. The old folder is as it was.
-        CorruptCheckpointError: likewise, if the disk does not give back what was written.
+        OSError: on every rank, if the disk of one is full or fails, or does not give back what was
+            written. The old folder is as it was.
     """
     target = Path(folder)
     skeleton, tensors = _split(state)
@@ -81,25 +109,38 @@ def save_folder(
                 raise FileExistsError(
                     f"{target} is no sharded checkpoint: it is not replaced"
                 )
+            target.parent.mkdir(parents=True, exist_ok=True)
             return stack.enter_context(replacing(target))
 
         temporary = on_main_process(begin, group)
-        of_ranks = on_all_ranks(lambda: _write_shards(tensors, temporary), group)
+        parts, written = _save_tensors(tensors, temporary, group)
+
+        def read_again() -> Digests:
+            for name, digest in written.items():
+                if _digest(temporary / name) != digest:
+                    raise OSError(f"{target / name} is not as it was written")
+            return written
+
+        of_all = on_all_ranks(read_again, group)
 
         def complete() -> None:
-            parts: dict[str, list[Part]] = {}
-            for of_rank in of_ranks:
-                for name, part in of_rank.items():
-                    parts.setdefault(name, []).append(part)
-            _check_parts(parts, tensors, temporary)
             write_file({"state": skeleton, "parts": parts}, temporary / STATE)
+            files = {path.name: _digest(path) for path in temporary.glob("[!_]*")}
+            for digests in of_all:
+                files |= digests
+            missing = files.keys() - os.listdir(temporary)
+            if missing:
+                raise OSError(
+                    f"{missing} is missing in {temporary}: the ranks do not share the disk"
+                )
+            write_file({"files": files}, temporary / MANIFEST)
             stack.close()  # the rename
 
         on_main_process(complete, group)
 
 
 def verify_folder(folder: AnyPath, rank: int = 0, world_size: int = 1) -> None:
-    """Compare the files of a sharded checkpoint with their checksums.
+    """Compare the files of a sharded checkpoint with its manifest.
 
     Args:
         folder: of :func:`save_folder`.
@@ -112,12 +153,15 @@ def verify_folder(folder: AnyPath, rank: int = 0, world_size: int = 1) -> None:
     """
     folder = Path(folder)
     with reading(folder):
-        parts = load_file(folder / STATE, "meta")["parts"].values()
-        files = {file for of_tensor in parts for _, _, file in of_tensor}
+        files = load_file(folder / MANIFEST)["files"]
         for name in sorted(files)[rank::world_size]:
             if Path(name).name != name:
                 raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
-            verify_file(folder / name)
+            found = _digest(folder / name)
+            if found != files[name]:
+                raise CorruptCheckpointError(
+                    f"{folder / name} was altered: it has {found}, not {files[name]}"
+                )
 
 
 def read_folder(
@@ -138,24 +182,21 @@ def read_folder(
         CorruptCheckpointError: if it asks to run code, or was not written by :func:`save_folder`.
     """
     shards = shards_of(model)
+    tensors: dict[str, Tensor] = {}
 
-    @cache
-    def tensors_in(file: str) -> Any:
-        return load_verified(Path(folder) / file, mapped=True)
-
-    def read(keys: Keys, leaf: Any) -> Any:
+    def allocate(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
         name = dotted(keys)
-        tensor = _empty_tensor(leaf, name, shards, map_location)
-        _fill(tensor, name, content["parts"].get(name, []), tensors_in)
-        return tensor
+        tensors[name] = _empty_tensor(leaf, name, shards, map_location)
+        return tensors[name]
 
     with reading(folder):
         content = load_file(Path(folder) / STATE, map_location)
         state: dict[str, Any] = content["state"]
         if torch.device(map_location).type != "meta":
-            state = map_leaves(read, state)
+            state = map_leaves(allocate, state)
+            _read_tensors(tensors, content["parts"], Path(folder))
     return state
 
 
@@ -233,62 +274,6 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return map_leaves(take, state), tensors
 
 
-def _write_shards(tensors: dict[str, Tensor], folder: Path) -> dict[str, Part]:
-    """Write this rank's parts of tensors to its file, and read that again.
-
-    Returns:
-        The parts by the names of their tensors.
-    """
-    file = SHARDS.format(comm.get_rank())
-    own: dict[str, Tensor] = {}
-    parts: dict[str, Part] = {}
-    for name, tensor in tensors.items():
-        if not _is_written_here(tensor):
-            continue
-        local = local_tensor(tensor)
-        if local.nbytes < local.untyped_storage().nbytes():
-            local = local.clone()  # torch would save all memory that a view is of
-        own[name] = local
-        parts[name] = (_offsets(tensor), tuple(local.shape), file)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(own, folder / file)
-    verify_file(folder / file)
-    return parts
-
-
-def _is_written_here(tensor: Any) -> bool:
-    """Whether this rank writes its part: of ranks with the same part only the first one does."""
-    if not is_sharded(tensor):
-        return comm.is_main_process()
-    if local_tensor(tensor).numel() == 0:
-        return False
-    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-    return all(place == 0 for place, kind in places if kind.is_replicate())
-
-
-def _offsets(tensor: Tensor) -> tuple[int, ...]:
-    """Where in a tensor this rank's shard begins."""
-    if not is_sharded(tensor):
-        return (0,) * tensor.ndim
-    (shard,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    return tuple(shard.offsets)
-
-
-def _check_parts(
-    parts: Mapping[str, list[Part]], tensors: Mapping[str, Tensor], folder: Path
-) -> None:
-    """Refuse a save in which the ranks hold other tensors, or do not see one disk."""
-    for name in parts.keys() | tensors.keys():
-        saved = sum(math.prod(sizes) for _, sizes, _ in parts.get(name, ()))
-        if name not in tensors or saved != tensors[name].numel():
-            raise ValueError(f"the ranks do not hold the shards of the same {name!r}")
-    for rank in range(comm.get_world_size()):
-        if not (folder / SHARDS.format(rank)).exists():
-            raise OSError(
-                f"the file of rank {rank} is missing in {folder}: the ranks do not share the disk"
-            )
-
-
 def _empty_tensor(
     tensor: Tensor, key: str, shards: Mapping[str, Tensor], device: Any
 ) -> Tensor:
@@ -299,26 +284,158 @@ def _empty_tensor(
     return torch.empty_like(tensor, device=device)
 
 
-def _fill(
-    tensor: Tensor, name: str, parts: list[Part], tensors_in: Callable[[str], Any]
-) -> None:
-    """Copy the parts that overlap a tensor, or this rank's shard of it, from their files."""
-    local = local_tensor(tensor)
-    begin = _offsets(tensor)
-    is_filled = torch.zeros(local.shape, dtype=torch.bool)
-    for offsets, sizes, file in parts:
-        here, there = [], []
-        for start, length, offset, size in zip(
-            begin, local.shape, offsets, sizes, strict=True
-        ):
-            low = max(start, offset)
-            high = max(low, min(start + length, offset + size))
-            here.append(slice(low - start, high - start))
-            there.append(slice(low - offset, high - offset))
-        place = tuple(here)
-        if is_filled[place].numel() > 0:
-            # Host-device synchronisation, if the tensor is on a device.
-            local[place].copy_(tensors_in(file)[name][tuple(there)])
-            is_filled[place] = True
-    if not is_filled.all():  # the rest would be uninitialised memory
-        raise ValueError(f"parts of {name!r} are missing")
+class _HashedFile(io.BufferedWriter):
+    """A file that computes the digest of what is written to it."""
+
+    def __init__(self, path: AnyPath) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.size = 0
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        count = super().write(data)
+        self.size += count
+        return count
+
+
+class _Files(filesystem.FileSystem):
+    """Opens the files of a rank, and knows the digests of its shards."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, _HashedFile] = {}
+
+    def create_stream(self, path: AnyPath, mode: str) -> Any:
+        file = _HashedFile(path)
+        self._files[Path(path).name] = file
+        return file
+
+    def digests(self) -> Digests:
+        return {
+            name: (file.size, file.sha256.hexdigest())
+            for name, file in self._files.items()
+            if name.startswith("__")
+        }
+
+
+class _Writer(filesystem.FileSystemWriter):
+    """Raises the OSError of a full disk, as exceptions reach other ranks without their cause."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise_disk_full(error, Path(self.path))
+            raise
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        # Before torch 2.12 this reaches only the copy that torch writes.
+        metadata.storage_data = {
+            part.index: part.storage_data for parts in results for part in parts
+        }
+
+
+class _Reader(filesystem.FileSystemReader):
+    """Looks at the container of each part before torch reads it."""
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        # Each part is in memory twice for a moment, since zipfile cannot read torch's view of it.
+        part = io.BytesIO(super()._slice_file(file, sinfo).read())
+        # The digest of the whole file has been compared, so checksums need not be.
+        problem = find_problem(part, checksums=False)
+        if problem:
+            raise CorruptCheckpointError(f"{file.name}: {problem}")
+        part.seek(0)
+        return part
+
+
+def _save_tensors(
+    tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
+) -> tuple[Parts, Digests]:
+    """Write this rank's shards, and on the main process the tensors that are not sharded.
+
+    Returns:
+        The parts that all ranks have written, and the digests of this rank's files.
+    """
+    own = tensors
+    if not comm.is_main_process():
+        own = {name: each for name, each in tensors.items() if is_sharded(each)}
+    # To copy ahead, torch would use the accelerator from another thread.
+    writer = _Writer(folder, per_thread_copy_ahead=0)
+    writer.fs = files = _Files()
+    # Plans are kept, since it takes long to agree on one for each tensor of each rank.
+    planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
+    try:
+        saved: Any = save(
+            own, storage_writer=writer, planner=planner, process_group=group
+        )
+    except CheckpointException as error:
+        # torch would mix the plans of this save, which has failed on all ranks, with later ones.
+        SavePlanner._cached_all_plans.clear()
+        SavePlanner._cached_save_plan.clear()
+        first, _ = next(iter(error.failures.values()))
+        raise first from error
+    parts: Parts = {}
+    for name, tensor in saved.state_dict_metadata.items():
+        parts[name] = []
+        for chunk in tensor.chunks:
+            index = MetadataIndex(name, chunk.offsets)
+            info = saved.storage_data[index]
+            part = (
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                info.relative_path,
+                info.offset,
+                info.length,
+            )
+            parts[name].append(part)
+    return parts, files.digests()
+
+
+def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> None:
+    """Fill tensors as torch.distributed.checkpoint.load does, without its pickled metadata."""
+    verified = load_file(folder / MANIFEST)["files"]
+    saved = Metadata({}, storage_data={})
+    for name, tensor in tensors.items():
+        chunks = []
+        for offsets, sizes, file, begin, length in parts[name]:
+            if file not in verified:
+                raise CorruptCheckpointError(f"{folder / file} is not in its manifest")
+            # torch would count further dimensions as if they filled the tensor.
+            if not len(offsets) == len(sizes) == tensor.ndim:
+                raise ValueError(f"{name} has a part of another dimension")
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            index = MetadataIndex(name, offsets)
+            saved.storage_data[index] = filesystem._StorageInfo(file, begin, length)
+        if not chunks:
+            raise ValueError(f"{name} has no part")
+        properties = TensorProperties(tensor.dtype)
+        saved.state_dict_metadata[name] = TensorStorageMetadata(
+            properties, tensor.shape, chunks
+        )
+    _refuse_holes(saved)
+    reader = _Reader(folder)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(tensors, saved, is_coordinator=True)
+    reader.set_up_storage_reader(saved, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
+
+
+def _refuse_holes(saved: Metadata) -> None:
+    """Refuse parts that do not fill their tensor: the rest would be uninitialised memory."""
+    plans = [SavePlan([])] * 2  # for one plan torch does not compare the sizes
+    problems: Any = _validate_global_plan(plans, saved)
+    # Before torch 2.12 the answer is whether all is well, and the log has the problems.
+    if problems not in (True, []):
+        raise ValueError(f"parts are missing or overlap: {problems}")
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    """The size and the sha256 of a file (1 to 2 GB/s)."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return file.tell(), digest.hexdigest()

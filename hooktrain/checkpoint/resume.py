@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hooktrain.checkpoint.files import (
+    MANIFEST,
     STATE,
     CorruptCheckpointError,
     is_folder,
@@ -195,10 +196,13 @@ def delete_replaced(newest: str, names: Iterable[str]) -> None:
     old = [name for name in names if name in there]
     if not old:
         return
-    # Each rank has read its shards again when they were saved.
-    file = os.path.join(newest, STATE) if is_folder(newest) else newest
+    files = [newest]
+    if is_folder(newest):
+        # Each rank has read its shards again when they were saved.
+        files = [os.path.join(newest, file) for file in (STATE, MANIFEST)]
     try:
-        verify_file(file)
+        for file in files:
+            verify_file(file)
     except (OSError, CorruptCheckpointError) as error:
         logger.error(
             "Keeping all older checkpoints, since the newest is broken: %s", error

@@ -19,7 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from hooktrain.checkpoint.files import (
-    SHARDS,
+    MANIFEST,
     STATE,
     CorruptCheckpointError,
     reading,
@@ -190,15 +190,15 @@ class Store:
             logger.warning("Nothing goes to %s without an iteration", self.address)
             return
         if not comm.is_main_process():
-            self._put(f"{name}/{SHARDS.format(comm.get_rank())}")
+            self._put(f"{name}/__{comm.get_rank()}_*")  # torch's name of its shards
             return
         if not self._pointer:
             self.begin(is_new=False)
-        files = self._put(name, f"{name}/{STATE}", *_BESIDE)
-        for path in sorted(
-            (self._folder / name).glob(SHARDS.format("*"))
-        ):  # its own come first
-            files |= self._put(f"{name}/{path.name}")
+        own = [f"{name}/{file}" for file in (STATE, MANIFEST, ".metadata")]
+        files = self._put(name, *own, *_BESIDE)
+        # Its own shards come first, so that other ranks have time to put theirs.
+        for shards in sorted((self._folder / name).glob("__*")):
+            files |= self._put(f"{name}/{shards.name}")
         there = self._list()  # the upload may have taken long
         # Later ones are of a past from which the run has not gone on.
         older = [each for each in self._read(there) if each["iteration"] < iteration]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -22,7 +23,7 @@ from equality import assert_equal
 from faults import RunsCode
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, folders
-from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, write_file
 from hooktrain.checkpoint.folders import (
     copy_to_host,
     read_folder,
@@ -33,7 +34,7 @@ from hooktrain.checkpoint.loading import read_checkpoint, read_on_all_ranks
 from hooktrain.engine.hooks import PeriodicCheckpointer
 from hooktrain.utils import comm
 
-FILES = ["shards_0.pth", "state.pth"]
+FILES = [".metadata", "__0_0.distcp", "manifest.pth", "state.pth"]
 
 
 def state_of(value: int) -> dict[str, Any]:
@@ -79,12 +80,19 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 
 def forge(folder: Path, name: str, content: Any) -> Path:
-    """Replace a file by what torch saves."""
-    torch.save(content, folder / name)
+    """Replace a file by a pickle or by what torch saves, and make the manifest fit it."""
+    if name.endswith(".pth"):
+        torch.save(content, folder / name)
+    else:
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    if name != "manifest.pth":
+        paths = [path for path in folder.iterdir() if path.name != "manifest.pth"]
+        files = {path.name: folders._digest(path) for path in paths}
+        write_file({"files": files}, folder / "manifest.pth")
     return folder
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["manifest.pth", "state.pth"])
 def test_code_in_a_folder_is_not_run(name: str, tmp_path: Path) -> None:
     folder = forge(save(tmp_path / "a", 1), name, {"code": RunsCode(tmp_path / "ran")})
     with pytest.raises(CorruptCheckpointError, match="mkdir"):
@@ -94,8 +102,8 @@ def test_code_in_a_folder_is_not_run(name: str, tmp_path: Path) -> None:
 
 Change = Callable[[dict[str, Any], list[Any]], object]
 
-# What is changed in state.pth, and in the place of the weight's only part: its offsets, its sizes
-# and its file.
+# What is changed in state.pth, and in the place of the weight's only part: its offsets, sizes,
+# file, and where it begins and how long it is.
 CRAFTED: dict[str, Change] = {
     "no state": lambda content, part: content.pop("state"),
     "no parts": lambda content, part: content.pop("parts"),
@@ -110,10 +118,12 @@ CRAFTED: dict[str, Change] = {
     "a part beyond the end": lambda content, part: part.__setitem__(0, (1, 0)),
     "no part": lambda content, part: part.clear(),
     "text for an offset": lambda content, part: part.__setitem__(0, "text"),
-    "an offset that overflows": lambda content, part: part.__setitem__(0, (1 << 70, 0)),
-    "a file that is not there": lambda content, part: part.__setitem__(2, "lost"),
+    "a beginning beyond the end": lambda content, part: part.__setitem__(3, 1 << 40),
+    "a beginning that overflows": lambda content, part: part.__setitem__(3, 1 << 70),
+    "a length of nothing": lambda content, part: part.__setitem__(4, 0),
+    "a file that the manifest lacks": lambda content, part: part.__setitem__(2, "lost"),
     "a file outside": lambda content, part: part.__setitem__(
-        2, "../other/shards_0.pth"
+        2, "../other/__0_0.distcp"
     ),
     "a state without end": lambda content, part: content["state"].update(deep=DEEP),
 }
@@ -134,10 +144,14 @@ def test_a_crafted_folder_is_passed_over_for_an_older_one(
     change(content, part)
     if "parts" in content:
         content["parts"]["model.w"] = [part] if part else []
+    shutil.copy(folder / "__0_0.distcp", folder / "lost")
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
     forge(folder, "state.pth", content)
     sys.setrecursionlimit(limit)
+    manifest = torch.load(folder / "manifest.pth", weights_only=True)
+    del manifest["files"]["lost"]
+    forge(folder, "manifest.pth", manifest)
     with pytest.raises(CorruptCheckpointError, match="model_0000019"):
         read_checkpoint(str(folder))
     model = nn.ParameterDict({"w": torch.zeros(3, 4), "n": torch.zeros(())})
@@ -147,28 +161,38 @@ def test_a_crafted_folder_is_passed_over_for_an_older_one(
 
 def test_a_shard_whose_records_are_marked_as_folders_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", 1)
-    shard = folder / "shards_0.pth"
+    shard = folder / "__0_0.distcp"
     raw = bytearray(shard.read_bytes())
     for entry in re.finditer(rb"PK\x01\x02", bytes(raw)):
         raw[entry.start() + 38] |= 0x10  # torch would read nothing of such a record
     shard.write_bytes(raw)
+    manifest = torch.load(folder / "manifest.pth", weights_only=True)
+    manifest["files"][shard.name] = folders._digest(shard)
+    forge(folder, "manifest.pth", manifest)
     with pytest.raises(CorruptCheckpointError, match="marked as a folder"):
         read_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("parts", [3, [], {"w": 3}, {"w": [()]}, {"w": [(0, 1, 2)]}])
-def test_a_crafted_list_of_parts_is_refused(parts: Any, tmp_path: Path) -> None:
-    folder = forge(save(tmp_path / "a", 1), "state.pth", {"parts": parts})
+@pytest.mark.parametrize("content", [[], {}, {"files": 3}, {"files": {3: (1, "")}}])
+def test_a_crafted_manifest_is_refused(content: Any, tmp_path: Path) -> None:
+    folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
     with pytest.raises(CorruptCheckpointError, match="intact"):
         verify_folder(folder)
 
 
-def test_no_part_is_in_a_file_outside_of_its_folder(tmp_path: Path) -> None:
-    save(tmp_path / "b", 1)
-    content = {"parts": {"w": [((), (), "../b/state.pth")]}}
-    folder = forge(save(tmp_path / "a", 1), "state.pth", content)
+def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path) -> None:
+    digest = folders._digest(save(tmp_path / "b", 1) / "state.pth")
+    content = {"files": {"../b/state.pth": digest}}
+    folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
     with pytest.raises(CorruptCheckpointError, match=r"'\.\./b/state\.pth'"):
         verify_folder(folder)
+
+
+def test_the_metadata_that_torch_has_pickled_is_not_read(tmp_path: Path) -> None:
+    code = RunsCode(tmp_path / "ran")
+    folder = forge(save(tmp_path / "a", 1), ".metadata", code)
+    assert_equal(read_checkpoint(str(folder)), state_of(1))
+    assert names(tmp_path) == ["a"]
 
 
 def test_all_is_on_the_disk_before_the_folder_gets_its_name(
@@ -189,8 +213,8 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     monkeypatch.setattr(os, "replace", replace)
     save(tmp_path / "a", 1)
     kinds = [re.sub(r"tmp-hooktrain-\d+-.+", "tmp", name) for name in trace]
-    files = [".shards_0.pth.tmp", ".a.tmp", ".state.pth.tmp", ".a.tmp"]
-    assert kinds == [*files, "renamed", tmp_path.name]
+    files = [".state.pth.tmp", ".a.tmp", ".manifest.pth.tmp", ".a.tmp"]
+    assert kinds == ["__0_0.distcp", ".metadata.tmp", *files, "renamed", tmp_path.name]
 
 
 def test_parts_of_which_one_hides_a_hole_are_refused(
@@ -202,29 +226,23 @@ def test_parts_of_which_one_hides_a_hole_are_refused(
     first, (_, *second) = content["parts"]["model.weight"]
     content["parts"]["model.weight"] = [first, ((3, 0), *second)]
     forge(folder, "state.pth", content)
-    with pytest.raises(CorruptCheckpointError, match="missing"):
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
         read_checkpoint(str(folder))
-
-
-def flip(path: Path) -> None:
-    """Flip a bit in the first record of a file of torch."""
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
 
 
 def write_wrongly(folder: Path) -> list[str]:
     """Rank 1's disk gives back another byte than was written; what each rank has read again."""
     read = []
-    real = folders.verify_file
+    real = folders._digest
 
-    def verify(path: Any) -> None:
+    def digest(path: Path) -> Any:
         read.append(path.name)
-        if path.name == "shards_1.pth" and "wrong" in path.parent.name:
-            flip(path)
-        real(path)
+        if path.name == "__1_0.distcp" and "wrong" in path.parent.name:
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + b"x")
+        return real(path)
 
-    folders.verify_file = verify
+    folders._digest = digest
     mesh = init_device_mesh("cpu", (2,))
     model = nn.ParameterDict({"w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])})
     checkpointer = Checkpointer(model, folder, sharded=True)
@@ -240,9 +258,10 @@ def write_wrongly(folder: Path) -> list[str]:
 def test_each_rank_reads_its_own_shard_again_and_no_other(tmp_path: Path) -> None:
     main, other = run_ranks(write_wrongly, 2, tmp_path)
     assert main[0] == other[0]
-    assert "shards_1.pth is no intact checkpoint: the checksum" in main[0]
-    assert other[1:] == ["shards_1.pth"]
-    assert main[1:] == ["shards_0.pth"]
+    assert "wrong/__1_0.distcp is not as it was written" in main[0]
+    assert other[1:] == ["__1_0.distcp"]
+    assert main.count("__0_0.distcp") == 1
+    assert "__1_0.distcp" not in main
     assert names(tmp_path) == [".lock", "last_checkpoint", "model_0000001"]
 
 
@@ -257,12 +276,12 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in which each of two ranks has written a part."""
     folder = tmp_path_factory.mktemp("sharded") / "a"
     run_ranks(save_on_two_ranks, 2, folder)
-    sizes = [(folder / f"shards_{rank}.pth").stat().st_size for rank in (0, 1)]
+    sizes = [(folder / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert sizes[0] >= sizes[1] > sizes[0] / 2
     return folder
 
 
-@pytest.mark.parametrize("name", [*FILES, "shards_1.pth"])
+@pytest.mark.parametrize("name", [*FILES, "__1_0.distcp"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "hole", "remove"])
 def test_a_damaged_file_is_named_before_anything_is_read(
     name: str,
@@ -275,10 +294,13 @@ def test_a_damaged_file_is_named_before_anything_is_read(
     shutil.copytree(sharded, folder)
     path = folder / name
     data = path.read_bytes()
+    middle = len(data) // 2
+    if name == "manifest.pth":
+        middle = data.index(b"distcp")
     if damage == "remove":
         path.unlink()
     elif damage == "flip":
-        flip(path)
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     elif damage == "hole":
         path.write_bytes(data[:40] + bytes(200) + data[240:])
     else:
@@ -292,8 +314,8 @@ def test_a_damaged_file_is_named_before_anything_is_read(
 def test_code_in_a_shard_is_not_run(sharded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a"
     shutil.copytree(sharded, folder)
-    forge(folder, "shards_1.pth", RunsCode(tmp_path / "ran"))
-    with pytest.raises(CorruptCheckpointError, match="mkdir"):
+    forge(folder, "__1_0.distcp", RunsCode(tmp_path / "ran"))
+    with pytest.raises(CorruptCheckpointError, match="begins with"):
         read_checkpoint(str(folder))
     assert names(tmp_path) == ["a"]
 
@@ -426,20 +448,20 @@ def fail_on_rank_1(folder: Path) -> list[str]:
     is_main = dist.get_rank() == 0
     background = Checkpointer(nn.Linear(1, 1), folder, sharded=True, background=True)
     found = []
-    real = folders.verify_file
+    real = folders._digest
     if not is_main:
-        folders.verify_file = disk_full
+        folders._digest = disk_full
     found.append(outcome(save_folder, state_of(1), folder / "a"))
     background.save("a")
     found.append(outcome(background.wait))
-    folders.verify_file = real
+    folders._digest = real
     mesh = init_device_mesh("cpu", (2,))
     shards = {"x": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])}
     found.append(outcome(save_folder, {} if is_main else shards, folder / "a"))
     save_folder(state_of(1 if is_main else 2), folder / "main")
     save_folder(state_of(1), folder / "good")
     if is_main:
-        (folder / "good" / "state.pth").write_bytes(b"")
+        (folder / "good" / "manifest.pth").write_bytes(b"")
     comm.synchronize()
     found.append(outcome(read_on_all_ranks, str(folder / "good"), nn.Linear(1, 1)))
     return found
@@ -457,9 +479,9 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(
     full, full_in_background, lacking, altered = main
     assert "OSError: [Errno 28] no space to write on rank 1" in full
     assert "no space to write on rank 1" in full_in_background
-    assert "ValueError: the ranks do not hold the shards of the same 'x'" in lacking
+    assert "ValueError: Failed to validate global plan" in lacking
     assert "CorruptCheckpointError" in altered
-    assert "state.pth" in altered
+    assert "manifest.pth" in altered
     assert names(tmp_path) == ["good", "main"]
     # Of what is not sharded, the main process's is saved.
     assert_equal(read_checkpoint(str(tmp_path / "main")), state_of(1))
@@ -467,7 +489,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(
 
 def die_in_a_save(folder: Path) -> None:
     if dist.get_rank() == 1:
-        folders.verify_file = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        folders._digest = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     save_folder(state_of(2), folder / "a")
 
 

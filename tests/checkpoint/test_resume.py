@@ -303,7 +303,7 @@ def mixed(tmp_path: Path) -> Path:
 def test_the_newest_good_one_is_resumed_be_it_a_file_or_a_folder(mixed: Path) -> None:
     assert resumed(mixed) == 24
     for name, before in [
-        ("model_0000024/shards_0.pth", 19),
+        ("model_0000024/__0_0.distcp", 19),
         ("model_0000019.pth", 14),
         ("model_0000014/state.pth", 9),
     ]:

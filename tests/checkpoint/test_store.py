@@ -190,11 +190,11 @@ def test_of_a_broken_folder_nothing_is_left(memory: str, tmp_path: Path) -> None
     first = machine(tmp_path / "a", memory, sharded=True)
     for iteration in (9, 19):
         save(first, iteration)
-    for name in ("state.pth", "shards_0.pth"):
+    for name in ("manifest.pth", "state.pth", "__0_0.distcp"):
         change(memory, f"model_0000019.{name}", None)
         assert resumed(tmp_path / name, memory) == 9
         assert not (tmp_path / name / "model_0000019").exists()
-    second = machine(tmp_path / "shards_0.pth", memory, sharded=True)
+    second = machine(tmp_path / "__0_0.distcp", memory, sharded=True)
     second.begin_run()
     save(second, 19)
     assert resumed(tmp_path / "b", memory) == 19
@@ -540,7 +540,7 @@ def put_by_each(folder: Path, store: str, refuses: bool) -> list[str]:
         if comm.get_rank() > 0 and refuses:
             raise PermissionError("denied")
         if comm.is_main_process() and not refuses:
-            wait_until(lambda: list(folder.parent.glob("store/*shards_1.pth")))
+            wait_until(lambda: list(folder.parent.glob("store/*__1_0.distcp")))
         names.append(Path(target).name.split("-", 2)[-1])
         put(system, path, target)
 
@@ -555,8 +555,9 @@ def put_by_each(folder: Path, store: str, refuses: bool) -> list[str]:
 def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
     tmp_path: Path,
 ) -> None:
-    of_main = ["model_0000009.shards_0.pth", "model_0000009.state.pth"]
-    shards = ["model_0000009.shards_1.pth"]
+    of_main = [".metadata", "__0_0.distcp", "manifest.pth", "state.pth"]
+    of_main = [f"model_0000009.{file}" for file in of_main]
+    shards = ["model_0000009.__1_0.distcp"]
     for refuses in (False, True):
         folder = tmp_path / str(refuses)
         store = f"file://{folder}/store"

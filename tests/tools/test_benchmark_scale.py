@@ -49,13 +49,13 @@ def test_a_checkpoint_is_measured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    few = partial(tool.part_costs, ranks=2, tensors=3)
-    monkeypatch.setattr(tool, "part_costs", few)
+    few = partial(tool.plan_costs, ranks=2, tensors=3)
+    monkeypatch.setattr(tool, "plan_costs", few)
     options = f"--gigabytes 0.001 --rounds 1 --folder {tmp_path}"
     tool.main(["checkpoint", *options.split()])
     rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
     speeds = [row for row in rows if len(row) == 3 and "." in row[1]]
-    assert len(speeds) == 9
+    assert len(speeds) == 10
     assert all(float(speed) >= 0 for row in speeds for speed in row[1:])
     assert ["1", "8", "12", "1.5"] in [row[:4] for row in rows]
     assert list(tmp_path.iterdir()) == []
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_measured(
 def test_costs_follow_from_the_speeds(tool: ModuleType) -> None:
     speeds = {
         "copy into kept memory": (7.0, 10.0),
-        "save_folder (checksums, fsync, read again)": (0.3, 0.5),
+        "save_folder (sha256, fsync)": (0.3, 0.5),
         "read_folder (verified)": (1.0, 2.0),
     }
     # 12 bytes of each of a billion parameters, on 8 ranks.

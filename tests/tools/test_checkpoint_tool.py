@@ -80,7 +80,7 @@ def test_verify_says_what_is_intact(
     assert tool("verify", folder) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{file} is intact: {file.stat().st_size:,} bytes"
-    assert second.startswith(f"{folder} is intact: 2 files, ")
+    assert second.startswith(f"{folder} is intact: 4 files, ")
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
@@ -88,7 +88,7 @@ def test_verify_says_what_is_intact(
 def test_what_is_broken_gives_exit_code_1(
     command: str, broken: str, file: Path, folder: Path, tool: Tool, capsys: Capture
 ) -> None:
-    path = file if broken == "file" else folder / "shards_0.pth"
+    path = file if broken == "file" else folder / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
     assert tool(command, file if broken == "file" else folder) == 1
     printed = capsys.readouterr()
