@@ -91,7 +91,8 @@ class Traffic(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # DTensor first turns it into collectives and tensors
         names = [argument.name for argument in func._schema.arguments]
-        if func.namespace == "c10d" or "group_name" in names:
+        is_one = func.namespace == "c10d" or "group_name" in names
+        if is_one and "recv" not in func._schema.name:  # its rank counts what it sends
             self.count += 1
             # The input has an argument of its own, or is changed in place.
             given = [i for i, name in enumerate(names) if name.startswith("input")]

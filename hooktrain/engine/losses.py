@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -152,29 +151,23 @@ class LossRecorder:
     ) -> tuple[list[float], NDArray[np.float64]]:
         """Take the maxima of numbers over the ranks, and the sums of the values.
 
-        Two collectives are in flight at once, so that they take the time of one: a maximum, and
-        a sum of the values whose names all ranks know. Each rank puts its number into the maximum
-        if it has other names. The highest of these ranks broadcasts its names, and both are made
-        again, until no rank has new ones.
+        The values are those whose names all ranks know. A rank with other names puts its number
+        among the maxima. The highest of these ranks broadcasts its names, and the ranks begin
+        again, until none has new ones.
         """
-        rank = comm.get_rank()
-        group = comm.object_group()
         while True:
             new = [name for name in waiting if name not in self._columns]
-            has_new = rank if new else -1
-            largest = torch.tensor([has_new, *numbers], dtype=torch.float64)
-            maximum = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
+            largest = [comm.get_rank() if new else -1, *numbers]
             # The sums of the values, and how many there are.
             sums = np.zeros((finished - first, len(self._columns), 2))
             for name in waiting.keys() & self._columns.keys():
                 for value, i in waiting[name].since(first):
                     sums[i - first, self._columns[name]] += (value, 1)
-            if sums.size:
-                dist.all_reduce(torch.from_numpy(sums), group=group)
-            maximum.wait()
-            speaker, *maxima = largest.tolist()
+            both = np.concatenate([largest, sums.ravel()])
+            comm.max_and_sum(torch.from_numpy(both), len(largest))
+            speaker, *maxima = both[: len(largest)].tolist()
             if speaker < 0:
-                return maxima, sums
+                return maxima, both[len(largest) :].reshape(sums.shape)
             for name in comm.broadcast(new, int(speaker)):
                 self._columns[name] = len(self._columns)
 

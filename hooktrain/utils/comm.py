@@ -188,6 +188,40 @@ def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return values
 
 
+def max_and_sum(values: Tensor, maxima: int) -> None:
+    """Take the maxima of the first values over the ranks, and the sums of the others. Collective.
+
+    The ranks swap what they have in pairs, and then each has the values of twice as many. So N
+    ranks wait for log2(N) messages, one after the other, where a sum by gloo waits for 2 (N - 1).
+
+    Args:
+        values: of one dimension, on the CPU. They are changed in place, and are then the same on
+            every rank to the last bit.
+        maxima: how many of them to take the maxima of.
+    """
+    group, rank, size = object_group(), get_rank(), get_world_size()
+    received = values.clone()
+
+    def swap(partner: int) -> None:
+        sending = dist.isend(values, partner, group)
+        dist.recv(received, partner, group)
+        sending.wait()  # type: ignore[union-attr]
+        values[:maxima].clamp_(min=received[:maxima])
+        values[maxima:] += received[maxima:]
+
+    # A rank from the largest power of two on only meets the one that takes its values along.
+    rounds = size.bit_length() - 1
+    partner = rank ^ 1 << rounds
+    if partner < size:
+        swap(partner)
+    if rank < partner:
+        for i in range(rounds):
+            swap(rank ^ 1 << i)
+    if partner < size:
+        pass_on = dist.send if rank < partner else dist.recv
+        pass_on(values, partner, group)
+
+
 def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
     """Whether the flag is true on any rank. Collective.
 

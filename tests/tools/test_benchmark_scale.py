@@ -21,7 +21,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_collectives_are_counted_with_their_bytes(
+def test_messages_are_counted_with_their_bytes(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--worlds 8 4096 --losses 3 --rounds 1 --iterations 40"
@@ -32,13 +32,13 @@ def test_collectives_are_counted_with_their_bytes(
         for line in capsys.readouterr().out.splitlines()
         if line[:1] == "|"
     ]
-    # The maximum has five numbers and one of each iteration. The sum has two of each iteration for
-    # each of three losses and their sum.
-    size = str(8 * (5 + 20) + 8 * 2 * 20 * 4)
+    # There are five maxima and one for each iteration. The sums are two in each iteration for each
+    # of three losses and their sum.
+    size = 8 * (5 + 20) + 8 * 2 * 20 * 4
     assert rows[2:] == [
         ["1", "3", "0", "0"],
-        ["8", "3", "2", size],
-        ["4,096", "3", "2", size],
+        ["8", "3", "3", str(3 * size)],
+        ["4,096", "3", "12", str(12 * size)],
     ]
     assert comm.object_group is real
 

@@ -38,6 +38,29 @@ def test_collectives_reach_the_ranks_of_the_run_or_a_group() -> None:
     run_ranks(exchange, WORLD_SIZE)
 
 
+def take_maxima_and_sums(folder: str) -> list[list[float]]:
+    """The result in groups of 7 to 1 ranks, of which this one leaves all that are too small."""
+    rank, found = comm.get_rank(), []
+    for size in range(7, rank, -1):
+        dist.destroy_process_group()
+        url = f"file://{folder}/{size}"
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
+        values = [rank, -rank, 10.0**rank, 0.1]
+        numbers = torch.tensor(values, dtype=torch.float64)
+        comm.max_and_sum(numbers, 2)
+        found.append(numbers.tolist())
+    return found
+
+
+def test_maxima_and_sums_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    first, *others = run_ranks(take_maxima_and_sums, 7, str(tmp_path))
+    for size, (*maxima, total, tenths) in zip(range(7, 0, -1), first, strict=True):
+        assert (maxima, total) == ([size - 1, 0], int("1" * size))
+        assert tenths == pytest.approx(size / 10)
+    for rank, found in enumerate(others, 1):
+        assert found == first[: 7 - rank]
+
+
 def visit_local_groups() -> None:
     rank = comm.get_rank()
     for ask in (comm.get_local_rank, comm.get_local_size, comm.get_local_process_group):

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hooks.checkpointing import PeriodicCheckpointer
@@ -135,9 +134,9 @@ class Preemption(HookBase):
         now = time.monotonic()
         seconds = (now - self._exchanged_at) / (done - self._exchanged)  # an iteration
         clock = self.trainer.clock
-        together = [self._received, seconds, clock.own]
-        largest = torch.tensor(together, dtype=torch.float64)
-        comm.all_reduce(largest, dist.ReduceOp.MAX)
+        numbers = [self._received, seconds, clock.own]
+        largest = torch.tensor(numbers, dtype=torch.float64)
+        comm.max_and_sum(largest, maxima=3)
         number, slowest, clock.agreed = largest.tolist()
         self._exchanged, self._exchanged_at = done, now
         in_time = int(_ASK_SECONDS / max(slowest, 1e-6))

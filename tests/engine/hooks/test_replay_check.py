@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -281,20 +280,20 @@ class Drifting(Flipping):
 
 
 def compare_replicas() -> list[Any]:
-    reduced: list[int] = []
-    all_reduce = dist.all_reduce
+    exchanged: list[int] = []
+    max_and_sum = comm.max_and_sum
 
-    def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        reduced.append(tensor.numel())
-        return all_reduce(tensor, *args, **options)
+    def count(values: Tensor, maxima: int) -> None:
+        exchanged.append(len(values))
+        max_and_sum(values, maxima)
 
-    dist.all_reduce = count
+    comm.max_and_sum = count
     found: list[Any] = []
     for hooks in ([], [ReplayCheck(3)]):
         found.append(failure_of("", 0, *hooks, wrap=DistributedDataParallel))
-        found.append(list(reduced))
-        reduced.clear()
-    dist.all_reduce = all_reduce
+        found.append(list(exchanged))
+        exchanged.clear()
+    comm.max_and_sum = max_and_sum
     for rank in (0, 1):
         options = {"wrap": DistributedDataParallel, "gather_metric_period": 8}
         told = failure_of("replica", rank, ReplayCheck(3), kind=Drifting, **options)
@@ -307,7 +306,7 @@ def test_ranks_that_have_other_weights_know_it_at_their_next_exchange() -> None:
     assert first == second
     without, calls, *more = first[:4]
     assert without == ("", 20, True)
-    assert more == [without, calls]  # no further collective for it
+    assert more == [without, calls]  # no further exchange for it
     for text, updates in first[4:]:
         assert "weights of the ranks differ" in text
         assert "on the ranks [1]" in text
