@@ -116,7 +116,8 @@ def start_program(
     """Start `python command`: a script or `-m` and a module, then arguments. End it by `end`.
 
     Args:
-        command: of `-m torch.distributed.run`, the ranks are copies of the process too.
+        command: of `-m torch.distributed.run`, the ranks are copies of the process too, but with
+            `--no-python` what it says.
         output: the file for what is printed.
         folder: the current one by default.
         environment: what is different from the environment of this process.
@@ -149,7 +150,8 @@ def _become(
 
 def _run(*command: str) -> None:
     if command[:2] == ("-m", torchrun.__name__):
-        torchrun.config_from_args = _with_forked_ranks(torchrun.config_from_args)
+        if "--no-python" not in command:
+            torchrun.config_from_args = _with_forked_ranks(torchrun.config_from_args)
         torchrun.main(list(command[2:]))
     elif command[0] == "-m":
         sys.argv[:] = command[1:]

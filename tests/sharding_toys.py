@@ -118,12 +118,12 @@ class Run:
 
 
 def saved_run(kind: type[BaseStrategy], folder: str, **options: Any) -> dict[str, Any]:
-    """Three steps, a checkpoint, and three more."""
+    """Three steps, a checkpoint, and two more."""
     run = Run(kind, folder, **options)
     losses = run.train(slice(3))
     run.checkpointer.save("model_0000002", iteration=2)
     kept = run.states()
-    return {"states": kept, "losses": losses + run.train(slice(3, 6))}
+    return {"states": kept, "losses": losses + run.train(slice(3, 5))}
 
 
 def resumed_run(
@@ -135,5 +135,5 @@ def resumed_run(
     return {
         "iteration": rest["iteration"],
         "states": kept,
-        "losses": run.train(slice(3, 6)),
+        "losses": run.train(slice(3, 5)),
     }

@@ -140,29 +140,32 @@ def test_what_is_missing_or_wrong_is_named(
         get_rank_info(launcher)
 
 
-JOIN = """
-import os
+JOINS_AND_ENDS = """
+import os, sys
 import torch, torch.distributed as dist
+from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
-from hooktrain.strategy.environment import infer_launcher, join_processes, leave_processes
 before = dict(os.environ)
-join_processes(infer_launcher())
+DDPStrategy(device="cpu").setup()
 assert dict(os.environ) == before
-total = torch.ones(1)
-dist.all_reduce(total)
+sys.setswitchinterval(100)  # threads of gloo wait for the interpreter for a long time
+for _ in range(20):
+    total = torch.ones(1)
+    dist.all_reduce(total)
 print(comm.get_rank(), comm.get_local_rank(), comm.get_local_size(), total.item())
-leave_processes()
 """
 
 
-def test_the_tasks_of_srun_meet() -> None:
+def test_the_tasks_of_srun_meet_and_a_script_that_never_leaves_ends_without_an_abort() -> (
+    None
+):
     port = torchrun()["MASTER_PORT"]
     shared = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "MASTER_PORT": port}
     tasks = []
     for rank in ("0", "1"):
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
         task = subprocess.Popen(
-            [sys.executable, "-c", JOIN],
+            [sys.executable, "-c", JOINS_AND_ENDS],
             env={**os.environ, **shared, **own},
             stdout=subprocess.PIPE,
             text=True,
@@ -344,26 +347,3 @@ def test_a_process_of_torchrun_joins_the_others(started_by: Any) -> None:
     second.setup()  # they have joined each other already
     leave_processes()
     assert not dist.is_initialized()
-
-
-JOINS_AND_ENDS = """
-import sys
-import torch
-import torch.distributed as dist
-from hooktrain.strategy import DDPStrategy
-
-DDPStrategy(device="cpu").setup()
-sys.setswitchinterval(100)  # threads of gloo wait for the interpreter for a long time
-for _ in range(20):
-    dist.all_reduce(torch.ones(2))
-"""
-
-
-def test_a_script_that_never_leaves_the_group_ends_without_an_abort() -> None:
-    place = {**os.environ, **torchrun(2), "LOCAL_WORLD_SIZE": "2"}
-    ranks = []
-    for rank in "01":
-        environment = {**place, "RANK": rank, "LOCAL_RANK": rank}
-        command = [sys.executable, "-c", JOINS_AND_ENDS]
-        ranks.append(subprocess.Popen(command, env=environment))
-    assert [rank.wait(60) for rank in ranks] == [0, 0]

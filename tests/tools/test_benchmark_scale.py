@@ -74,10 +74,10 @@ def test_costs_follow_from_the_speeds(tool: ModuleType) -> None:
 def test_choosing_samples_is_measured(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tool.main(["sampler", "--samples", "1000000", "1000000000"])
-    rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows[2:]] == ["1,000,000", "1,000,000,000"]
-    assert int(rows[3][3]) < 64  # MiB of a billion
+    tool.main(["sampler", "--samples", "1000000000"])
+    _, _, row = [cells(line) for line in capsys.readouterr().out.splitlines()]
+    assert row[0] == "1,000,000,000"
+    assert int(row[3]) < 64  # MiB
 
 
 def test_ranks_that_connect_where_they_talk_open_fewer_files() -> None:
