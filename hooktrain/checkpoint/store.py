@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from hooktrain.checkpoint.files import (
-    MANIFEST,
-    STATE,
-    CorruptCheckpointError,
-    reading,
-    verify_file,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, reading, verify_file
 from hooktrain.checkpoint.resume import (
     pointed_iteration,
     read_pointer,
@@ -79,6 +73,7 @@ class Store:
         self.worker = BackgroundWorker("upload")
         self._system, self._root = fsspec.url_to_fs(self.address)
         self._folder = Path(folder)
+        self._rank = comm.get_rank()  # the thread may outlive the process group
         self._pointer = ""  # the name of this process's own
 
     def begin(self, *, is_new: bool) -> None:
@@ -189,15 +184,14 @@ class Store:
         if iteration is None:
             logger.warning("Nothing goes to %s without an iteration", self.address)
             return
-        if not comm.is_main_process():
-            self._put(f"{name}/__{comm.get_rank()}_*")  # torch's name of its shards
+        if self._rank > 0:
+            self._put(f"{name}/__{self._rank}_*")  # as torch names its shards
             return
         if not self._pointer:
             self.begin(is_new=False)
-        own = [f"{name}/{file}" for file in (STATE, MANIFEST, ".metadata")]
-        files = self._put(name, *own, *_BESIDE)
+        files = self._put(name, f"{name}/[!_]*", *_BESIDE)
         # Its own shards come first, so that other ranks have time to put theirs.
-        for shards in sorted((self._folder / name).glob("__*")):
+        for shards in sorted(self._folder.glob(f"{name}/__*")):
             files |= self._put(f"{name}/{shards.name}")
         there = self._list()  # the upload may have taken long
         # Later ones are of a past from which the run has not gone on.
