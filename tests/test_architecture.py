@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,16 @@ WHOLE = 49_665  # without compat and demos
 HEAVY = {"hooktrain.checkpoint.folders"}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def modules() -> dict[str, ast.Module]:
     trees = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+        trees[name] = parsed(path)
     return trees
 
 
@@ -178,9 +184,10 @@ def test_the_engine_is_imported_without_what_is_heavy_and_seldom_used() -> None:
     assert done.stdout == "[]\n"
 
 
+@cache
 def count_nodes(path: Path) -> int:
     """The nodes of a file's syntax tree without docstrings, loads and stores."""
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = parsed(path)
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     docstrings = sum(
         ast.get_docstring(node) is not None

@@ -12,6 +12,7 @@ SETTINGS = [
     "train.log_period=2",
     "hooks.0.period=2",
     "model.hidden_size=16",
+    "+dataloader.evaluator.classifier.epochs=2",
 ]
 
 
