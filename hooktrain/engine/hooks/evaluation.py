@@ -327,7 +327,7 @@ class BestCheckpointer(HookBase):
                 self._file_prefix,
                 tag=False,
                 on_saved=partial(delete_replaced, names=[self._other]),
-                on_full=partial(self._go_on, best),
+                on_full=self._go_on,
                 iteration=iteration,
                 best=self.state_dict(),
             )
@@ -351,11 +351,11 @@ class BestCheckpointer(HookBase):
             )
             self.trainer.raise_later(error)
 
-    def _go_on(self, best: tuple[float | None, int | None], error: OSError) -> None:
+    def _go_on(self, error: OSError) -> None:
         logger.error(
             "NOT SAVED: %s. Training goes on; the next best tries again", error
         )
-        self.best_metric, self.best_iter = best  # as before
+        self.best_metric = self.best_iter = None
         self._follow_file()
 
     def state_dict(self) -> dict[str, Any]:

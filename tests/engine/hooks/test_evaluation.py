@@ -1,4 +1,5 @@
 import copy
+import errno
 import math
 import random
 import shutil
@@ -11,6 +12,7 @@ import torch
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, load_checkpoint, save_file
+from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
@@ -316,6 +318,32 @@ def test_a_broken_best_file_is_replaced(
     best_of(tmp_path, [0.25, 0.25], state=first.state_dict())
     assert "model_best.pth" in caplog.text
     assert saved_iteration(tmp_path) == 2
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("values", "saved"), [([0.9, 0.5], [1]), ([0.5, 0.9, 0.7, 0.6], [0, 2])]
+)
+def test_a_best_value_that_a_full_disk_has_not_saved_does_not_count(
+    values: list[float],
+    saved: list[int],
+    background: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = []
+
+    def write(state: dict[str, Any], path: Any) -> None:
+        if state["best"]["best_metric"] == 0.9:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        written.append(state["iteration"])
+        write_file(state, path)
+
+    monkeypatch.setattr("hooktrain.checkpoint.checkpointer.write_file", write)
+    hook, _ = best_of(tmp_path, values, background=background)
+    assert written == saved
+    assert (hook.best_metric, hook.best_iter) == (values[saved[-1]], saved[-1])
+    assert saved_iteration(tmp_path) == saved[-1]
 
 
 @pytest.mark.parametrize(
