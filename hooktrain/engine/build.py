@@ -35,7 +35,7 @@ def build_trainer(
     what :func:`hooktrain.engine.train_settings` has.
     Without ``lr_multiplier`` the rate stays as it is, and without test data or an evaluator
     nothing is evaluated. ``hooks`` is a list of further hooks, which run right before the
-    evaluation; ``writers`` is a list of further writers. For several optimizers see
+    evaluation, but Hours last; ``writers`` is a list of further writers. For several optimizers see
     :func:`build_optimizer`; ``lr_multiplier`` is one for all of them, or a dict by their names.
 
     To change a part, write these lines in a script of yours, and change that line.
@@ -245,7 +245,9 @@ def build_hooks(
         watchdog_s=train.watchdog_s,
     )
     # Behind the timer and the schedule, right before the evaluation.
-    return [*found[:2], ema, *instantiate(cfg.get("hooks", [])), *found[2:]]
+    ordered = [*found[:2], ema, *instantiate(cfg.get("hooks", [])), *found[2:]]
+    # At the end Hours tells what all others have spent.
+    return sorted(ordered, key=lambda hook: isinstance(hook, hooks.Hours))
 
 
 def build_evaluation(
