@@ -26,12 +26,13 @@ from hooktrain.checkpoint.resume import (
     write_pointer,
 )
 from hooktrain.checkpoint.sources import copy_remote
-from hooktrain.utils import comm
+from hooktrain.utils import comm, timer
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 
 logger = logging.getLogger(__name__)
 
+_BEAT_SECONDS = 1.0
 # What goes up with a checkpoint. The best model is a file or a folder too.
 _BESIDE = (
     "config.json",
@@ -166,8 +167,13 @@ class Store:
             StoreTakenError: if another process goes on with the run.
             Exception: if the store refuses a file.
         """
-        self.worker.wait()
-        self._upload()
+        self._wait()
+        self.worker.submit(self._upload, daemon=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        while not self.worker.wait(_BEAT_SECONDS):
+            timer.beat()  # an upload may take longer than a watchdog allows
 
     def _try_upload(self) -> None:
         try:

@@ -18,7 +18,7 @@ from torch import nn
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, sources
 from hooktrain.checkpoint.store import StoreTakenError
-from hooktrain.utils import comm
+from hooktrain.utils import comm, timer
 from processes import wait_until
 from s3 import s3_server
 from sharding_toys import full_state_dict, make_model, make_sharded
@@ -341,6 +341,23 @@ def test_a_run_does_not_wait_for_an_upload_and_has_one_at_a_time(
     refusing.go.set()
     first.finish()
     assert resumed(tmp_path / "b", memory) == 29
+
+
+def test_no_watchdog_ends_a_run_that_waits_for_its_last_upload(
+    memory: str, refusing: Refusing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hooktrain.checkpoint.store._BEAT_SECONDS", 0.01)
+    first = machine(tmp_path / "a", memory)
+    first.begin_run(is_new=True)
+    refusing.go.clear()
+    offer(first, 9)
+    finishing = threading.Thread(target=first.finish)
+    finishing.start()
+    before = timer.last_beat
+    wait_until(lambda: timer.last_beat > before)
+    refusing.go.set()
+    finishing.join()
+    assert resumed(tmp_path / "b", memory) == 9
 
 
 def test_of_two_machines_with_one_run_the_later_one_goes_on(
