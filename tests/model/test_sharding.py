@@ -34,7 +34,7 @@ from sharding_toys import (
     train,
 )
 
-DATA = batches(2) * 3
+DATA = batches(2) * 2
 
 
 def losses_of(model: nn.Module) -> list[float]:
