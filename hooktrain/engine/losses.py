@@ -38,9 +38,11 @@ class LossRecorder:
     Attributes:
         compared: a number from 0 to 2^53, which exchanges compare between the ranks.
         on_difference: is called on all ranks where it differs, and raises an error.
+        own_signal: the number of a signal that asks this process to end, or 0.
+        signal: the highest such number of any rank at the last exchange.
     """
 
-    compared = 0
+    compared = own_signal = signal = 0.0
     on_difference: Any = None
 
     def __init__(self, storage: EventStorage, iteration: int = 0) -> None:
@@ -128,9 +130,16 @@ class LossRecorder:
         self._waiting = EventStorage()
         asking = comm.get_rank() if stop_requested else -1
         # The maximum of the negative numbers is the minimum of the numbers.
-        numbers = [asking, clock.own, self.compared, -self.compared, *times]
+        numbers = [
+            asking,
+            clock.own,
+            self.own_signal,
+            self.compared,
+            -self.compared,
+            *times,
+        ]
         largest, sums = self._reduce(waiting, numbers, first, finished)
-        stopping, clock.agreed, most, least, *slowest = largest
+        stopping, clock.agreed, self.signal, most, least, *slowest = largest
         if most != -least:
             self.on_difference()
         for name, column in self._columns.items():

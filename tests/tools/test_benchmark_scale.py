@@ -32,9 +32,9 @@ def test_messages_are_counted_with_their_bytes(
         for line in capsys.readouterr().out.splitlines()
         if line[:1] == "|"
     ]
-    # There are five maxima and one for each iteration. The sums are two in each iteration for each
+    # There are six maxima and one for each iteration. The sums are two in each iteration for each
     # of three losses and their sum.
-    size = 8 * (5 + 20) + 8 * 2 * 20 * 4
+    size = 8 * (6 + 20) + 8 * 2 * 20 * 4
     assert rows[2:] == [
         ["1", "3", "0", "0"],
         ["8", "3", "3", str(3 * size)],

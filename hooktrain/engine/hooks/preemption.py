@@ -27,12 +27,12 @@ class Preemption(HookBase):
 
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
     ranks stop after the same iteration, also if not all of them got the signal: they exchange their
-    flags every ``sync_period`` iterations, or every ten seconds or so, if that is sooner. An
-    accumulation that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written
-    unless it has just been, with the prefix and the ``max_to_keep`` of the run's
-    :class:`PeriodicCheckpointer`. Then ``SystemExit`` is raised with the code 128 + the signal's
-    number: 143 for SIGTERM, 130 for SIGINT. There is no final evaluation, and ``trainer.succeeded``
-    is False. A resumed run goes on as if nothing had happened.
+    flags with the metrics, or after ten seconds of steps or so, if that is sooner. An accumulation
+    that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written unless it has
+    just been, with the prefix and the ``max_to_keep`` of the run's :class:`PeriodicCheckpointer`.
+    Then ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
+    SIGINT. There is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on
+    as if nothing had happened.
 
     A second signal ends the process at once, by the handlers that were there before. Within a
     second of the first it does so only if it is another signal: schedulers signal all processes,
@@ -65,16 +65,15 @@ class Preemption(HookBase):
         self.checkpointer = checkpointer
         self._signals = signals
         self._previous: dict[int, Any] = {}
-        self._received = 0  # the number of the first signal
-        self._received_at = 0.0
+        self._received_at = 0.0  # when the first signal came
 
     def before_train(self) -> None:
         """Install the handlers."""
         self.checkpointer.saved_iteration = None  # one of an earlier run does not count
-        self._received = 0
-        self._agreed = 0  # the number of the signal that all ranks know of
-        self._exchanged = self.trainer.start_iter  # the iteration of the last exchange
-        self._exchanged_at = time.monotonic()
+        self._losses = self.trainer._losses
+        # The iterations and the time of the steps at the last exchange.
+        self._exchanged = self.trainer.start_iter
+        self._exchanged_at = self.trainer.clock.agreed
         self._next_exchange = self._exchanged + 1
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
@@ -100,11 +99,10 @@ class Preemption(HookBase):
         trainer = self.trainer
         if trainer.is_last:  # the run comes to its end anyhow
             return
-        if not self._agreed:
-            self._agreed = self._exchange(trainer.done)
-        if not self._agreed or not trainer.can_save:
+        number = self._signal(trainer.done)
+        if not number or not trainer.can_save:
             return
-        name = signal.Signals(self._agreed).name
+        name = signal.Signals(number).name
         logger.warning("Ending the run after iteration %d: %s", trainer.iter, name)
         # What is being saved in the background may be this iteration, and it may fail.
         comm.on_all_ranks(self.checkpointer.wait)
@@ -114,7 +112,7 @@ class Preemption(HookBase):
         # To a launcher, a rank that has ended has failed: it would end one that still writes.
         comm.on_all_ranks(self.checkpointer.finish)
         # The other hooks come first, so that train() can be called again, as in a notebook.
-        trainer.raise_later(SystemExit(128 + self._agreed))
+        trainer.raise_later(SystemExit(128 + number))
 
     def _saving(self) -> PeriodicCheckpointer:
         """What names and deletes the checkpoints of the run; or a new one, where nothing does."""
@@ -125,33 +123,32 @@ class Preemption(HookBase):
                 found = hook
         return found
 
-    def _exchange(self, done: int) -> int:
+    def _signal(self, done: int) -> int:
         """The number of a signal that any rank got, or 0. A collective, when it is time for one."""
+        losses, clock = self._losses, self.trainer.clock
         if comm.get_world_size() == 1:
-            return self._received
-        if done < self._next_exchange:
-            return 0
-        now = time.monotonic()
-        seconds = (now - self._exchanged_at) / (done - self._exchanged)  # an iteration
-        clock = self.trainer.clock
-        numbers = [self._received, seconds, clock.own]
-        largest = torch.tensor(numbers, dtype=torch.float64)
-        comm.max_and_sum(largest, maxima=3)
-        number, slowest, clock.agreed = largest.tolist()
-        self._exchanged, self._exchanged_at = done, now
-        in_time = int(_ASK_SECONDS / max(slowest, 1e-6))
-        period = self.trainer.sync_period
-        self._next_exchange = done + min(max(in_time, 1), period - done % period)
-        return int(number)
+            return int(losses.own_signal)
+        is_end = done % self.trainer.sync_period == 0  # the metrics bring the number
+        if is_end or done >= self._next_exchange:
+            if not is_end:
+                both = torch.tensor([losses.own_signal, clock.own], dtype=torch.float64)
+                comm.max_and_sum(both, maxima=2)
+                losses.signal, clock.agreed = both.tolist()
+            seconds = (clock.agreed - self._exchanged_at) / (done - self._exchanged)
+            self._exchanged, self._exchanged_at = done, clock.agreed
+            in_time = int(_ASK_SECONDS / max(seconds, 1e-6))
+            self._next_exchange = done + max(in_time, 1)
+        return int(losses.signal)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # This runs between any two instructions of the main thread: no logging, no locks.
         now = time.monotonic()
-        if not self._received:
+        received = self._losses.own_signal
+        if not received:
             self._received_at = now
-            self._received = number
+            self._losses.own_signal = received = number
         is_child = os.getpid() != self._process  # of a fork
-        is_another = number != self._received
+        is_another = number != received
         if is_child or is_another or now - self._received_at > _ONE_SIGNAL_SECONDS:
             self.after_train()
             signal.raise_signal(number)

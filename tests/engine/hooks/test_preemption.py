@@ -380,23 +380,36 @@ def test_a_signal_that_reaches_the_ranks_in_turn_ends_them_at_the_next_exchange(
     assert pointer(tmp_path) == "model_0000007.pth"
 
 
-def preempt_long_iterations(folder: Path, seconds: float) -> int:
+def preempt_long_iterations(folder: Path, seconds: float) -> tuple[int, list[int]]:
+    """The last iteration, and those after which ranks asked for signals alone."""
     rank, clock = comm.get_rank(), SimpleNamespace(now=0.0)
 
     def compute(_: Any) -> None:
         clock.now += seconds * rank  # the slowest rank counts
 
+    asked = []
+    max_and_sum = comm.max_and_sum
+
+    def note(values: torch.Tensor, maxima: int) -> None:
+        if len(values) == 2:
+            asked.append(trainer.iter)
+        max_and_sum(values, maxima)
+
     hooks = CallbackHook(before_step=compute), signal_at(signal.SIGTERM, 4, rank=1)
     trainer = preemptible(folder, *hooks, gather_metric_period=4)
-    fake = SimpleNamespace(monotonic=lambda: clock.now)
-    with patch.object(preemption, "time", fake), pytest.raises(SystemExit):
+    trainer.clock.read = lambda: clock.now
+    with patch.object(comm, "max_and_sum", note), pytest.raises(SystemExit):
         trainer.train(max_iter=20)
-    return trainer.iter
+    return trainer.iter, asked
 
 
-@pytest.mark.parametrize(("seconds", "end"), [(0.0, 7), (2.6, 6), (12.0, 4)])
+@pytest.mark.parametrize(
+    ("seconds", "end", "asked"),
+    [(0.0, 7, [0]), (2.6, 6, [0, 6]), (12.0, 4, [0, 1, 2, 4])],
+)
 def test_where_iterations_are_long_the_ranks_ask_each_other_more_often(
-    seconds: float, end: int, tmp_path: Path
+    seconds: float, end: int, asked: list[int], tmp_path: Path
 ) -> None:
-    assert run_ranks(preempt_long_iterations, 2, tmp_path, seconds) == [end] * 2
+    ranks = run_ranks(preempt_long_iterations, 2, tmp_path, seconds)
+    assert ranks == [(end, asked)] * 2
     assert pointer(tmp_path) == f"model_000000{end}.pth"
