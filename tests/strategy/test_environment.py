@@ -148,11 +148,12 @@ from hooktrain.utils import comm
 before = dict(os.environ)
 DDPStrategy(device="cpu").setup()
 assert dict(os.environ) == before
+total = torch.ones(1)
+dist.all_reduce(total)
+print(comm.get_rank(), comm.get_local_rank(), comm.get_local_size(), total.item())
 sys.setswitchinterval(100)  # threads of gloo wait for the interpreter for a long time
 for _ in range(20):
-    total = torch.ones(1)
-    dist.all_reduce(total)
-print(comm.get_rank(), comm.get_local_rank(), comm.get_local_size(), total.item())
+    dist.all_reduce(torch.ones(2))
 """
 
 
