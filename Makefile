@@ -11,8 +11,9 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
 
+# The tests of a file share runs and processes, so they stay together.
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
 
 gpu: .venv/installed-dev
 	$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'  # fails without a card

@@ -96,7 +96,7 @@ def test_after_the_short_run_of_the_guide_precise_statistics_give_an_ap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (program,) = re.findall(r"```py\n(# short_run\.py\n.*?)```", GUIDE, re.DOTALL)
-    quick = ["dataloader.train.total_batch_size=4", "dataloader.test.dataset.length=30"]
+    quick = ["dataloader.train.total_batch_size=2", "dataloader.test.dataset.length=10"]
     quick += ["optimizer.lr=0.01", "train.device=cpu"]
     cfg = LazyConfig.apply_overrides(LazyConfig.load(CONFIG), quick)
     monkeypatch.setattr(LazyConfig, "load", lambda file: cfg)
