@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hooktrain.engine.clock import Clock
 from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.utils import comm
 from hooktrain.utils.names import is_loss
@@ -34,16 +33,7 @@ class LossRecorder:
     Args:
         storage: gets the losses.
         iteration: the first iteration of the run.
-
-    Attributes:
-        compared: a number from 0 to 2^53, which exchanges compare between the ranks.
-        on_difference: is called on all ranks where it differs, and raises an error.
-        own_signal: the number of a signal that asks this process to end, or 0.
-        signal: the highest such number of any rank at the last exchange.
     """
-
-    compared = own_signal = signal = 0.0
-    on_difference: Any = None
 
     def __init__(self, storage: EventStorage, iteration: int = 0) -> None:
         self._storage = storage
@@ -112,44 +102,30 @@ class LossRecorder:
         if not self._alone:
             self._data_times[iteration] = data_time
 
-    def exchange(self, finished: int, stop_requested: bool, clock: Clock) -> int:
+    def exchange(self, finished: int, numbers: list[float]) -> list[float]:
         """Put the means over the ranks of the finished iterations into the storage.
 
         Args:
             finished: the number of finished iterations.
-            stop_requested: whether a stop was requested on this rank.
-            clock: of the trainer; learns the most seconds of any rank.
+            numbers: of this rank, which travel with the losses.
 
         Returns:
-            The highest rank on which a stop was requested, or -1.
+            The maxima of the numbers over the ranks.
         """
         first = self._exchanged
         waiting = self._waiting.histories()
         times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        asking = comm.get_rank() if stop_requested else -1
-        # The maximum of the negative numbers is the minimum of the numbers.
-        numbers = [
-            asking,
-            clock.own,
-            self.own_signal,
-            self.compared,
-            -self.compared,
-            *times,
-        ]
-        largest, sums = self._reduce(waiting, numbers, first, finished)
-        stopping, clock.agreed, self.signal, most, least, *slowest = largest
-        if most != -least:
-            self.on_difference()
+        largest, sums = self._reduce(waiting, numbers + times, first, finished)
         for name, column in self._columns.items():
             for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:
                     self._storage.put_scalar(name, total / ranks, cur_iter=i)
-        for i, seconds in enumerate(slowest, first):
+        for i, seconds in enumerate(largest[len(numbers) :], first):
             if seconds >= 0:
                 self._storage.put_scalar("data_time", seconds, cur_iter=i)
-        return int(stopping)
+        return largest[: len(numbers)]
 
     def _reduce(
         self,

@@ -114,6 +114,8 @@ class TrainerBase:
         seed: the seed of the run's random numbers; None takes ``torch.initial_seed()``.
         storage: holds the metrics.
         stop_reason: why the run ends early, once all ranks know it.
+        own_signal: the number of a signal that asks this process to end, or 0.
+        signal: the highest such number of any rank, once all ranks know it.
         sync_period: the number of iterations from one exchange of the ranks to the next.
         clock: the seconds in the steps, by which periods such as "10 minutes" end.
         meta: plain values that each checkpoint holds, such as the configuration.
@@ -132,12 +134,16 @@ class TrainerBase:
     epoch_length: int | None = None
     seed: int | None = None
     stop_reason: str | None = None
+    own_signal: int = 0
+    signal: int = 0
     sync_period: int = 20
     # The hooks whose before_train was called; None while nothing runs.
     _begun: list[HookBase] | None = None
     _broke_off = False  # inside an iteration
     _has_backward = False  # whether after_backward was ever called
     _is_checked = False  # all is finite in this iteration, as every rank knows
+    _compared = 0  # see compare_ranks
+    _on_difference: Any = None
     _stop_request: str | None = None
     _late_error: BaseException | None = None
 
@@ -242,6 +248,7 @@ class TrainerBase:
         self.stop_reason = None
         self._stop_request = None
         self._late_error = None
+        self.own_signal = self.signal = self._compared = 0
         self.done = self.start_iter
         self._losses = LossRecorder(self.storage, self.start_iter)
         self._agree()
@@ -358,16 +365,23 @@ class TrainerBase:
             number: from 0 to 2^53.
             on_difference: is called on all ranks if the numbers differ, and raises an error.
         """
-        self._losses.compared = number
-        self._losses.on_difference = on_difference
+        self._compared = number
+        self._on_difference = on_difference
 
     def synchronize(self) -> None:
         """Exchange metrics and requests to stop, and check the losses. A collective."""
         if comm.get_world_size() > 1:
-            is_asking = self._stop_request is not None
-            rank = self._losses.exchange(self.done, is_asking, self.clock)
+            asking = -1 if self._stop_request is None else comm.get_rank()
+            seconds, compared = self.clock.own, self._compared
+            # The maximum of the negative numbers is the minimum of the numbers.
+            own = [asking, seconds, self.own_signal, compared, -compared]
+            maxima = self._losses.exchange(self.done, own)
+            rank, self.clock.agreed, signal, most, least = maxima
+            self.signal = int(signal)
+            if most != -least:
+                self._on_difference()
             if rank >= 0 and self.stop_reason is None:
-                self.stop_reason = comm.broadcast(self._stop_request, rank)
+                self.stop_reason = comm.broadcast(self._stop_request, int(rank))
                 logger.info("Stopping, since rank %d asks: %s", rank, self.stop_reason)
         self._losses.check(self.done)
 

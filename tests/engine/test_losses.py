@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from collectives import Collectives
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.clock import Clock
 from hooktrain.engine.hooks import CallbackHook, IterationTimer
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.events import EventStorage
@@ -58,7 +57,8 @@ class Period:
             self.recorder.record(self.finished, losses, 0.5 + rank, None, False)
             self.finished += 1
         with Collectives() as collectives:
-            asking = self.recorder.exchange(self.finished, stop_requested, Clock())
+            asking = comm.get_rank() if stop_requested else -1
+            (asking,) = self.recorder.exchange(self.finished, [asking])
         values = {}
         for metric, history in self.storage.histories().items():
             new = [value for value, _ in history.since(start)]

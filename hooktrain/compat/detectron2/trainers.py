@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from hooktrain import engine
-from hooktrain.engine.clock import Clock
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.train_loop import State
 from hooktrain.engine.trainers import ModelTrainer
@@ -215,7 +214,7 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
         recorder = LossRecorder(storage, iteration)
         recorder.record(iteration, loss_dict, data_time, prefix + "total_loss")
         if comm.get_world_size() > 1:
-            recorder.exchange(iteration + 1, stop_requested=False, clock=Clock())
+            recorder.exchange(iteration + 1, [])
         recorder.check(iteration + 1)
 
 

@@ -70,7 +70,6 @@ class Preemption(HookBase):
     def before_train(self) -> None:
         """Install the handlers."""
         self.checkpointer.saved_iteration = None  # one of an earlier run does not count
-        self._losses = self.trainer._losses
         # The iterations and the time of the steps at the last exchange.
         self._exchanged = self.trainer.start_iter
         self._exchanged_at = self.trainer.clock.agreed
@@ -99,7 +98,8 @@ class Preemption(HookBase):
         trainer = self.trainer
         if trainer.is_last:  # the run comes to its end anyhow
             return
-        number = self._signal(trainer.done)
+        self._exchange()
+        number = trainer.signal
         if not number or not trainer.can_save:
             return
         name = signal.Signals(number).name
@@ -123,30 +123,33 @@ class Preemption(HookBase):
                 found = hook
         return found
 
-    def _signal(self, done: int) -> int:
-        """The number of a signal that any rank got, or 0. A collective, when it is time for one."""
-        losses, clock = self._losses, self.trainer.clock
+    def _exchange(self) -> None:
+        """Let the ranks know of signals between exchanges of metrics, which may be far apart."""
+        trainer, clock = self.trainer, self.trainer.clock
         if comm.get_world_size() == 1:
-            return int(losses.own_signal)
-        is_end = done % self.trainer.sync_period == 0  # the metrics bring the number
-        if is_end or done >= self._next_exchange:
-            if not is_end:
-                both = torch.tensor([losses.own_signal, clock.own], dtype=torch.float64)
-                comm.max_and_sum(both, maxima=2)
-                losses.signal, clock.agreed = both.tolist()
-            seconds = (clock.agreed - self._exchanged_at) / (done - self._exchanged)
-            self._exchanged, self._exchanged_at = done, clock.agreed
-            in_time = int(_ASK_SECONDS / max(seconds, 1e-6))
-            self._next_exchange = done + max(in_time, 1)
-        return int(losses.signal)
+            trainer.signal = trainer.own_signal
+            return
+        done = trainer.done
+        is_end = done % trainer.sync_period == 0  # the metrics have brought the number
+        if not is_end and done < self._next_exchange:
+            return
+        if not is_end:
+            both = torch.tensor([trainer.own_signal, clock.own], dtype=torch.float64)
+            comm.max_and_sum(both, maxima=2)
+            number, clock.agreed = both.tolist()
+            trainer.signal = int(number)
+        seconds = (clock.agreed - self._exchanged_at) / (done - self._exchanged)
+        self._exchanged, self._exchanged_at = done, clock.agreed
+        in_time = int(_ASK_SECONDS / max(seconds, 1e-6))
+        self._next_exchange = done + max(in_time, 1)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # This runs between any two instructions of the main thread: no logging, no locks.
         now = time.monotonic()
-        received = self._losses.own_signal
+        received = self.trainer.own_signal
         if not received:
             self._received_at = now
-            self._losses.own_signal = received = number
+            self.trainer.own_signal = received = number
         is_child = os.getpid() != self._process  # of a fork
         is_another = number != received
         if is_child or is_another or now - self._received_at > _ONE_SIGNAL_SECONDS:
