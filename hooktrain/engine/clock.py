@@ -35,8 +35,11 @@ class Clock:
         self.since = self.read()
 
     def end_step(self) -> None:
-        """Stop counting, and let the hooks see what the ranks have agreed on."""
+        """Stop counting."""
         self.own += self.read() - self.since
+
+    def advance(self) -> None:
+        """Let the hooks of this iteration go by what the ranks have agreed on."""
         self.before = self.now
         self.now = self.agreed if self.is_shared else self.own
 

@@ -299,9 +299,10 @@ class TrainerBase:
     def after_step(self) -> None:
         """Exchange metrics where a period ends, then call the hooks."""
         self.done = self.iter + 1
+        self.clock.end_step()
         if self.done % self.sync_period == 0 or self.is_last:
             self.synchronize()
-        self.clock.end_step()
+        self.clock.advance()
         for hook in self._hooks:
             hook.after_step()
         if self._late_error is not None:

@@ -36,11 +36,15 @@ def signal_at(number: int, iteration: int, rank: int = 0) -> HookBase:
 
 
 def preemptible(
-    folder: Path, *hooks: HookBase, gather_metric_period: int = 1, **options: Any
+    folder: Path,
+    *hooks: HookBase,
+    gather_metric_period: int = 1,
+    period: int = 4,
+    **options: Any,
 ) -> SimpleTrainer:
     trainer = linear_trainer(*hooks, gather_metric_period=gather_metric_period)
     saver = Checkpointer(trainer.model, folder, trainer=trainer, **options)
-    trainer.register_hooks([PeriodicCheckpointer(saver, period=4), Preemption(saver)])
+    trainer.register_hooks([PeriodicCheckpointer(saver, period), Preemption(saver)])
     saver.resume_or_load("")
     return trainer
 
@@ -396,7 +400,8 @@ def preempt_long_iterations(folder: Path, seconds: float) -> tuple[int, list[int
         max_and_sum(values, maxima)
 
     hooks = CallbackHook(before_step=compute), signal_at(signal.SIGTERM, 4, rank=1)
-    trainer = preemptible(folder, *hooks, gather_metric_period=4)
+    # No save exchanges metrics in between.
+    trainer = preemptible(folder, *hooks, gather_metric_period=4, period=20)
     trainer.clock.read = lambda: clock.now
     with patch.object(comm, "max_and_sum", note), pytest.raises(SystemExit):
         trainer.train(max_iter=20)
