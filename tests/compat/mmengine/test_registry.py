@@ -122,10 +122,16 @@ def test_a_config_without_a_known_type_is_refused(
 )
 @pytest.mark.parametrize("kind", ["Strict", "Derived"])
 def test_wrong_arguments_are_noted_with_the_nearest_of_any_base_class(
-    registry: Registry, kind: str, arguments: dict[str, int], hint: str
+    registry: Registry,
+    kind: str,
+    arguments: dict[str, int],
+    hint: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry.register(Derived)
     with pytest.raises(TypeError, match=r"'dept'|'width'") as error:
         registry.build({"type": kind, **arguments})
     what = f"{kind} of the registry 'things' with the keys {[*arguments]}"
-    assert error.value.__notes__ == [f"while instantiating {what}{hint}"]
+    # On Python 3.10 errors take no notes, and the log has them.
+    notes = getattr(error.value, "__notes__", caplog.messages)
+    assert notes == [f"while instantiating {what}{hint}"]
