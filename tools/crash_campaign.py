@@ -447,13 +447,19 @@ class Campaign:
             ]
             different = differences(*of_both)
             said = log.read_bytes()
+            excused: tuple[str, ...] = ()
             # Rows that a full disk refused, or that a run cut off before its pointer was damaged.
             if b"NOT WRITTEN" in said or b"METRICS ARE LOST" in said:
-                different = [path for path in different if not path.startswith(".rows")]
+                excused += (".rows",)
+            of_best = ".trainer.hooks.BestCheckpointer."
             # A best model that a full disk refused: an earlier one stays the best that is there.
             if b"the next best tries again" in said:
-                of_best = (".best", ".trainer.hooks.BestCheckpointer.")
-                different = [path for path in different if not path.startswith(of_best)]
+                excused += (".best", of_best)
+            # Where the last checkpoint of a complete run is damaged, its end is made again, and
+            # knows of the best model of the final evaluation.
+            if re.search(rb"Passing over the checkpoint \S+model_final", said):
+                excused += (of_best,)
+            different = [path for path in different if not path.startswith(excused)]
             if different:
                 raise LostRunError(f"bent: {different[:3]}")
             unproved = proof_problem(said.decode())
