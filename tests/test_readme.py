@@ -27,7 +27,12 @@ from toys import linear_trainer
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-STRICT = "import warnings; warnings.simplefilter('error')\n"
+# torch 2.15 warns of Python 3.13.0.
+STRICT = """\
+import warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "Guards may run slower")
+"""
 
 
 def programs(text: str) -> list[str]:

@@ -30,6 +30,9 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
         nowhere = open(os.devnull, "w")  # noqa: SIM115
         if self.stream is sys.stdout:  # as after "| head", for those who print
             sys.stdout = nowhere
+        else:
+            with suppress(OSError):  # or else Python reports it once more
+                self.stream.close()
         self.stream = nowhere
         logging.getLogger(record.name).error("Cannot write to %s: %s", name, error)
 
