@@ -155,11 +155,15 @@ def draw_and_stack(samples: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_trainers_own_random_numbers_are_not_disturbed(workers: int) -> None:
-    states = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
-    take(make(num_workers=workers, collate_fn=draw_and_stack), 3)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1] == states[1]).all()
-    assert random.getstate() == states[2]
+    samplers = (None, RandomSampler(range(10)))  # torch's draws from torch's generator
+    for sampler in samplers:
+        np.random.rand()  # in the middle of what numpy draws at once
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        take(make(num_workers=workers, collate_fn=draw_and_stack, sampler=sampler), 3)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        for before, after in zip(states[1], np.random.get_state(), strict=True):
+            assert np.array_equal(before, after)
+        assert random.getstate() == states[2]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
 """Finds what a machine computes wrong without an error."""
 
 import copy
+import random
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from statistics import mode
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.random import fork_rng
 
-from hooktrain.data.loader import preserved_rng_state
 from hooktrain.engine.train_loop import HookBase
 from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.model.wrappers import unwrap_model
@@ -87,8 +88,11 @@ class ReplayCheck(HookBase):
         again, buffers = copy.deepcopy((taken, list(model.buffers())))
         device = compute_device(model)
         devices = [] if device.type == "cpu" else [device]
-        with preserved_rng_state(), fork_rng(devices, device_type=device.type):
+        states = random.getstate(), np.random.get_state()
+        with fork_rng(devices, device_type=device.type):
             result = trainer.compute_gradients(iter(taken))
+        random.setstate(states[0])
+        np.random.set_state(states[1])
         first = list(_rows(model, result[0]))
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
