@@ -11,9 +11,8 @@ class Clock:
     """The seconds that a trainer has spent in its steps.
 
     Evaluations and saves do not count, so that one that takes longer than its period does not
-    follow upon itself. Several ranks take the most seconds of any rank, where they exchange metrics
-    or :class:`hooktrain.engine.hooks.Preemption` asks all ranks for signals. So all of them see a
-    period end after the same iteration.
+    follow upon itself. Several ranks take the most seconds of any rank, where they exchange
+    metrics. So all of them see a period end after the same iteration.
 
     Args:
         read: gives the time in seconds.

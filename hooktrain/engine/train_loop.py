@@ -164,6 +164,11 @@ class TrainerBase:
         """Whether the current iteration is the last one of the run."""
         return self.iter == self.max_iter - 1
 
+    @property
+    def ends_period(self) -> bool:
+        """Whether the ranks exchange their metrics after the current iteration."""
+        return (self.iter + 1) % self.sync_period == 0
+
     # The loop.
 
     def train(
@@ -300,7 +305,7 @@ class TrainerBase:
         """Exchange metrics where a period ends, then call the hooks."""
         self.done = self.iter + 1
         self.clock.end_step()
-        if self.done % self.sync_period == 0 or self.is_last:
+        if self.ends_period or self.is_last:
             self.synchronize()
         self.clock.advance()
         for hook in self._hooks:

@@ -158,7 +158,7 @@ class ModelTrainer(TrainerBase):
         super().after_step()
         if not self._first_versions:
             return
-        if self.done % self.sync_period == 0 or self.is_last:
+        if self.ends_period or self.is_last:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, self._first_versions)

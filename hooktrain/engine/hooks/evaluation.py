@@ -82,6 +82,7 @@ class EvalHook(HookBase):
             return
         if self._period.is_due(self.trainer):
             self._do_eval()
+            self.trainer.synchronize()  # a signal may have come meanwhile
 
     def after_train(self) -> None:
         """Evaluate a run that came to its end."""

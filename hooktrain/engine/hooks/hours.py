@@ -57,10 +57,9 @@ class Hours(HookBase):
     def before_step(self) -> None:
         """Record the rates where a period ends, so that writers write them after this step."""
         trainer = self.trainer
-        period = trainer.sync_period
-        if (trainer.iter + 1) % period:
+        if not trainer.ends_period:
             return
-        now = trainer.clock.own
+        period, now = trainer.sync_period, trainer.clock.own
         if trainer.iter >= trainer.start_iter + period:
             for name, amount in self._rates.items():
                 rate = amount * period / (now - self._since)

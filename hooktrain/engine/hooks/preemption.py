@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
-
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hooks.checkpointing import PeriodicCheckpointer
 from hooktrain.engine.train_loop import HookBase
@@ -124,20 +122,16 @@ class Preemption(HookBase):
         return found
 
     def _exchange(self) -> None:
-        """Let the ranks know of signals between exchanges of metrics, which may be far apart."""
+        """Let the ranks know of signals. Where periods are long, they exchange metrics earlier."""
         trainer, clock = self.trainer, self.trainer.clock
         if comm.get_world_size() == 1:
             trainer.signal = trainer.own_signal
             return
         done = trainer.done
-        is_end = done % trainer.sync_period == 0  # the metrics have brought the number
-        if not is_end and done < self._next_exchange:
-            return
-        if not is_end:
-            both = torch.tensor([trainer.own_signal, clock.own], dtype=torch.float64)
-            comm.max_and_sum(both, maxima=2)
-            number, clock.agreed = both.tolist()
-            trainer.signal = int(number)
+        if not trainer.ends_period:
+            if done < self._next_exchange:
+                return
+            trainer.synchronize()
         seconds = (clock.agreed - self._exchanged_at) / (done - self._exchanged)
         self._exchanged, self._exchanged_at = done, clock.agreed
         in_time = int(_ASK_SECONDS / max(seconds, 1e-6))

@@ -385,32 +385,32 @@ def test_a_signal_that_reaches_the_ranks_in_turn_ends_them_at_the_next_exchange(
 
 
 def preempt_long_iterations(folder: Path, seconds: float) -> tuple[int, list[int]]:
-    """The last iteration, and those after which ranks asked for signals alone."""
+    """The last iteration, and those inside of periods after which ranks exchanged metrics."""
     rank, clock = comm.get_rank(), SimpleNamespace(now=0.0)
 
     def compute(_: Any) -> None:
         clock.now += seconds * rank  # the slowest rank counts
 
     asked = []
-    max_and_sum = comm.max_and_sum
+    synchronize = SimpleTrainer.synchronize
 
-    def note(values: torch.Tensor, maxima: int) -> None:
-        if len(values) == 2:
+    def note(trainer: SimpleTrainer) -> None:
+        if trainer.done % 4:
             asked.append(trainer.iter)
-        max_and_sum(values, maxima)
+        synchronize(trainer)
 
     hooks = CallbackHook(before_step=compute), signal_at(signal.SIGTERM, 4, rank=1)
-    # No save exchanges metrics in between.
+    # Only the last save exchanges metrics too.
     trainer = preemptible(folder, *hooks, gather_metric_period=4, period=20)
     trainer.clock.read = lambda: clock.now
-    with patch.object(comm, "max_and_sum", note), pytest.raises(SystemExit):
+    with patch.object(SimpleTrainer, "synchronize", note), pytest.raises(SystemExit):
         trainer.train(max_iter=20)
     return trainer.iter, asked
 
 
 @pytest.mark.parametrize(
     ("seconds", "end", "asked"),
-    [(0.0, 7, [0]), (2.6, 6, [0, 6]), (12.0, 4, [0, 1, 2, 4])],
+    [(0.0, 7, [0]), (2.6, 6, [0, 6, 6]), (12.0, 4, [0, 1, 2, 4, 4])],
 )
 def test_where_iterations_are_long_the_ranks_ask_each_other_more_often(
     seconds: float, end: int, asked: list[int], tmp_path: Path
@@ -418,3 +418,21 @@ def test_where_iterations_are_long_the_ranks_ask_each_other_more_often(
     ranks = run_ranks(preempt_long_iterations, 2, tmp_path, seconds)
     assert ranks == [(end, asked)] * 2
     assert pointer(tmp_path) == f"model_000000{end}.pth"
+
+
+def preempt_in_evaluation(folder: Path) -> int:
+    def evaluate() -> None:
+        if comm.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    hook = EvalHook(4, evaluate)
+    trainer = preemptible(folder, hook, gather_metric_period=4, period=20)
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=20)
+    return trainer.iter
+
+
+def test_a_signal_in_an_evaluation_ends_the_ranks_when_it_is_done(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(preempt_in_evaluation, 2, tmp_path) == [3, 3]
