@@ -22,7 +22,7 @@ SIGNATURES = {
         "model, data_loader, optimizer, gather_metric_period=1, zero_grad_before_forward=False, "
         "async_write_metrics=False"
     ),
-    "engine.SimpleTrainer.reset_data_loader": "self, data_loader_builder",
+    "compat.detectron2.SimpleTrainer.reset_data_loader": "self, data_loader_builder",
     "engine.SimpleTrainer._write_metrics": "self, loss_dict, data_time, prefix='', iter=None",
     "engine.AMPTrainer": (
         "model, data_loader, optimizer, gather_metric_period=1, zero_grad_before_forward=False, "
@@ -146,7 +146,7 @@ SIGNATURES = {
     "config.LazyCall": "target",
     "config.LazyConfig.apply_overrides": "cfg, overrides",
     "config.LazyConfig.load": "filename, keys=None",
-    "config.LazyConfig.load_rel": "filename, keys=None",
+    "compat.detectron2.LazyConfig.load_rel": "filename, keys=None",
     "config.LazyConfig.save": "cfg, filename",
     "config.LazyConfig.to_py": "cfg, prefix='cfg.'",
     "config.instantiate": "cfg",
@@ -166,7 +166,8 @@ events.EventStorage: clear_histograms clear_images histories latest smoothing_hi
 events.EventWriter: close write
 events.HistoryBuffer: global_avg latest values
 compat.detectron2.Timer: avg_seconds is_paused pause reset resume seconds
-checkpoint.Checkpointer: get_all_checkpoint_files get_checkpoint_file has_checkpoint
+checkpoint.Checkpointer: get_checkpoint_file has_checkpoint
+compat.detectron2.Checkpointer: get_all_checkpoint_files
 evaluation.DatasetEvaluator: evaluate reset
 """
 FUNCTIONS = """

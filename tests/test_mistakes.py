@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.loading import choose_parts, load_model_state
 from hooktrain.compat.mmengine import PolyLR
-from hooktrain.config import ConfigDict
-from hooktrain.data import build_train_loader
+from hooktrain.config import ConfigDict, LazyCall
+from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.engine import (
     HookBase,
     SimpleTrainer,
@@ -28,7 +28,7 @@ from hooktrain.engine import (
     default_writers,
     train_settings,
 )
-from hooktrain.engine.build import evaluate, prepare_model
+from hooktrain.engine.build import build_optimizer, evaluate, prepare_model
 from hooktrain.engine.hooks import (
     CallbackHook,
     EarlyStopping,
@@ -52,6 +52,7 @@ from hooktrain.solver import (
     MultiStepParamScheduler,
     OptimWrapper,
 )
+from hooktrain.strategy import DDPStrategy
 from hooktrain.utils.logger import close_logger
 from toys import Counter, sgd
 
@@ -186,7 +187,7 @@ def only_validation() -> None:
     evaluate(ConfigDict(dataloader={"val": DATA, "evaluator": None}), Net(), CLASSES)
 
 
-def small(batch_size: int = 2) -> SimpleTrainer:
+def small(batch_size: Any = 2) -> SimpleTrainer:
     model = Net()
     loader = build_train_loader(SAMPLES, total_batch_size=batch_size, seed=0)
     return SimpleTrainer(model, loader, sgd(model))
@@ -198,6 +199,17 @@ def measure(data: Any, evaluator: Any, model: Any = None) -> Callable[[], Any]:
 
 def stream(**options: Any) -> Any:
     return build_train_loader(SAMPLES, total_batch_size=2, seed=0, **options)
+
+
+def stream_of(data: Any) -> Any:
+    return build_train_loader(data, total_batch_size=2, seed=0)
+
+
+CALL: Any = LazyCall(CosineParamScheduler)(start_value=1.0, end_value=0.0)
+FIXED_PARAMETERS = ConfigDict(
+    optimizer=LazyCall(torch.optim.SGD)(params=Net().parameters(), lr=0.1)
+)
+SAVING: Any = {"checkpointer": Checkpointer(Net()), "checkpoint_period": 2}
 
 
 class NoAfterStep(SimpleTrainer):
@@ -265,6 +277,10 @@ def without_gradients() -> None:
     train()
 
 
+def saving_to(checkpointer: Any) -> Callable[[Any], PeriodicCheckpointer]:
+    return lambda _: PeriodicCheckpointer(checkpointer, 2)
+
+
 def saving(trainer: Any) -> PeriodicCheckpointer:
     return PeriodicCheckpointer(Checkpointer(trainer.model, trainer=trainer), 2)
 
@@ -300,6 +316,9 @@ class Retrains(DatasetEvaluator):
 class Nothing(DatasetEvaluator):
     """Forgets to return its results."""
 
+    def process(self, inputs: Any, outputs: Any) -> None:
+        """Takes in a batch."""
+
 
 class OfTorchmetrics:
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -319,6 +338,14 @@ def precision(y_true: Tensor, y_pred: Tensor) -> float:
 
 def swapped(a: Tensor, b: Tensor) -> Tensor:
     return (a == b.argmax(1)).float().mean()
+
+
+def of_each_sample(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).float()
+
+
+def in_a_dict(outputs: Tensor, targets: Tensor) -> Any:
+    return {"accuracy": of_each_sample(outputs, targets).mean()}
 
 
 RETRAINED = Net()
@@ -387,6 +414,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     # Calls that are left out
     (lambda: train(by=NoAfterStep), RuntimeError, r"after_step\(\).*super\(\)"),
     (lambda: train(by=NoBeforeStep), WARNING, "NoBeforeStep.before_step does not"),
+    (lambda: train(saving_to("output")), TypeError, "Checkpointer, but got 'output'"),
+    (lambda: Checkpointer(Net()).save("a.pth"), ValueError, "'a.pth'"),
     (lambda: train(forgetful_saving), WARNING, "SavesNothing.after_step does not call"),
     (lambda: train(OwnEvaluation()), AttributeError, "OwnEvaluation.__init__ does not"),
     (own_trainer, AttributeError, "OwnTrainer.__init__ does not call super"),
@@ -404,11 +433,17 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (configured({"strategy": "ddp"}), TypeError, "DDPStrategy.*'ddp'"),
     (configured({"device": "cpu"}, model=Net), TypeError, "LazyCall.*Net"),
     (configured({"ema": {"enabeld": True}}), ValueError, "train.ema.*'enabled'"),
+    (configured({"amp": True}), TypeError, "train.amp must be a dict.*'enabled'"),
+    (configured({"device": "x"}, lr_scheduler=CALL), ValueError, "WARNING.*lr_sched"),
+    (configured({"device": "cpu"}, model=LazyCall(Net)), TypeError, "not called"),
+    (configured({"strategy": DDPStrategy}), TypeError, "a name or a LazyCall.*DDPStr"),
+    (lambda: build_optimizer(FIXED_PARAMETERS, Net()), TypeError, "params.*generator"),
     # Lengths and periods
     (lambda: train(max_iter=None), ValueError, "max_iter=None"),
     (lambda: train(max_iter=1e2), ValueError, "max_iter=100.0"),
     (lambda: small().train(max_iter=4, max_epochs=3), ValueError, "max_epochs=3"),
     (lambda: train(EvalHook(-5, lambda: {"a": 1})), ValueError, "-5"),
+    (lambda: EvalHook(None, lambda: {"a": 1}), ValueError, "None"),  # type: ignore[arg-type]
     # Schedules
     (schedule(MultiStepParamScheduler([0.1, 0.01], 4)), WARNING, "0.1 x 0.1 = 0.01"),
     (schedule(LinearParamScheduler(30, 0)), WARNING, "0.1 x 30 = 3"),
@@ -424,13 +459,25 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     ),
     (short_cycle, ValueError, "total_steps=3, and takes 4"),
     (schedule(None), TypeError, "ParamScheduler.*None"),
+    (lambda: LRScheduler(LinearParamScheduler(1, 0)), TypeError, "scheduler=Linear"),  # type: ignore[arg-type]
+    (lambda: default_hooks(**SAVING, best_metric="a"), ValueError, "eval_function"),
     (beside_a_multiplier(StepLR), ValueError, "multiplier"),
     (schedule({"type": "PolyLR"}), TypeError, "compat.mmengine.*'PolyLR'"),
     (schedule(PolyLR(sgd(Net()), end=4)), TypeError, "compat.mmengine"),
     (schedule([lambda where: 1 - where]), TypeError, "ParamScheduler.*<function"),
     (lambda: OptimWrapper(sgd(Net()), 1, 1.0), TypeError, "'max_norm': 1.0"),  # type: ignore[arg-type]
+    (
+        lambda: OptimWrapper(sgd(Net()), 1, {"clip_type": "norm"}),
+        TypeError,
+        "'type': 'value'",
+    ),
     # Data
     (lambda: train(data=SAMPLES), TypeError, "DataLoader.*TensorDataset"),
+    (lambda: train(data={"a": DataLoader(SAMPLES)}), TypeError, "ConcatDataset"),
+    (lambda: stream_of(DataLoader(SAMPLES)), TypeError, "__getitem__.*DataLoader"),
+    (lambda: build_test_loader(iter(DATA)), TypeError, "__getitem__.*iterator"),
+    (lambda: build_test_loader(SAMPLES, num_worker=1), TypeError, "'num_workers'"),
+    (lambda: small("8"), ValueError, "total_batch_size.*'8'"),
     (lambda: train(data=[]), ValueError, "empty"),
     (lambda: stream(shuffle=True), ValueError, "shuffled"),
     (lambda: stream(batch_size=2), ValueError, "total_batch_size"),
@@ -438,7 +485,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: stream(num_worker=2), TypeError, "'num_workers'"),
     (lambda: small(9), WARNING, "total_batch_size=9"),
     (lambda: train(data=iter(DATA[:2])), ValueError, "only once"),
-    (lambda: train(data=[x.to(torch.uint8) for x in DATA]), RuntimeError, "same dtype"),
+    (
+        lambda: train(data=[x.to(torch.uint8) for x in DATA]),
+        RuntimeError,
+        r"batch is .*torch.uint8.*\[2, 4\].*compute_loss",
+    ),
     (lambda: train(model=Captions(), data=[{"x": 1}]), TypeError, "need labels"),
     (
         lambda: train(model=Captions(), data=[{"x": 1, "label": 2}]),
@@ -451,6 +502,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (returning(lambda y: y), TypeError, r"\[2, 2\]"),
     (returning(lambda y: None), TypeError, "a loss .*None"),
     (returning(lambda y: y.mean().detach()), ValueError, "gradient"),
+    (lambda: train(model=Net().requires_grad_(False)), ValueError, "frozen"),
     (returning(lambda y: {"loss": y.mean(), "logits": y}), TypeError, "'logits'"),
     (returning(lambda y: {"a": y.mean(), "total_loss": y.mean()}), ValueError, "sum"),
     (step(lambda y: {"acc": y.mean().detach()}), ValueError, "no loss.*'acc'"),
@@ -464,9 +516,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (measure(PAIRS, precision, two_scores), ValueError, "outputs first.*'y_true'"),
     (measure(PAIRS, Nothing(), two_scores), WARNING, r"Nothing.evaluate\(\)"),
     (measure(PAIRS, swapped, two_scores), IndexError, "outputs first"),
+    (measure(PAIRS, of_each_sample, two_scores), RuntimeError, "returns one number"),
+    (measure(PAIRS, in_a_dict, two_scores), RuntimeError, "returns one number"),
     (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
     (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),
-    (lambda: train(EarlyStopping("acc", "max")), WARNING, "no metric 'acc'.*EvalHook"),
+    (lambda: train(EarlyStopping("acc", "max")), WARNING, "metric 'acc'.* no EvalHook"),
     (lambda: SkipNonFinite(-1), ValueError, "-1"),
     # Checkpoints
     (lambda: train(Stateless(), saving), TypeError, "Stateless.state_dict"),

@@ -141,9 +141,10 @@ class Checkpointer:
     @staticmethod
     def check_name(name: str) -> None:
         """Raise a ValueError if no checkpoint can have this name."""
-        if name[:1] in ("", ".") or name != os.path.basename(name):
+        is_hidden = name[:1] in ("", ".")
+        if is_hidden or name != os.path.basename(name) or name.endswith(".pth"):
             raise ValueError(
-                f"name must be a visible file name without a folder, got {name!r}"
+                f"name must be a visible file name without a folder and .pth, got {name!r}"
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
@@ -431,12 +432,6 @@ class Checkpointer:
         for name in names_to_resume(self.save_dir, self._of_a_run):
             return os.path.join(self.save_dir, name)
         return ""
-
-    def get_all_checkpoint_files(self) -> list[str]:
-        """The paths of all checkpoints in ``save_dir``, sorted."""
-        self.wait()
-        folder = self.save_dir
-        return [os.path.join(folder, name) for name in checkpoint_names(folder)]
 
     def tag_last_checkpoint(self, basename: str) -> None:
         """Make a checkpoint the one to resume from; FileNotFoundError if it is not there."""

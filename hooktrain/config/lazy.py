@@ -6,7 +6,6 @@
 import builtins
 import json
 import runpy
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +71,8 @@ def instantiate(cfg: Any) -> Any:
 
 def _built(value: Any, path: tuple[Any, ...]) -> Any:
     kind = type(value)
+    if isinstance(value, LazyCall):
+        raise TypeError(f"{dotted(path)}: LazyCall(...) is not called: add (...)")
     if kind in (list, tuple):
         items = []
         for index, item in enumerate(value):
@@ -137,12 +138,6 @@ class LazyConfig:
         if isinstance(keys, str):
             return names[keys]
         return tuple(names[key] for key in keys)
-
-    @staticmethod
-    def load_rel(filename: str, keys: Keys = None) -> Any:
-        """`load` of a path that is relative to the file of the calling code."""
-        caller = Path(sys._getframe(1).f_code.co_filename)
-        return LazyConfig.load(caller.parent / filename, keys)
 
     @staticmethod
     def save(cfg: ConfigDict, filename: AnyPath) -> None:

@@ -59,10 +59,10 @@ class Batches(Iterator[Any]):
         """Start the loader and its workers, if that was not done, and return its iterator.
 
         Raises:
-            TypeError: for a data set, or a list of loaders.
+            TypeError: for a data set, or several loaders.
         """
         if self._iterator is None:
-            if isinstance(self.loader, list | tuple):
+            if isinstance(self.loader, list | tuple | Mapping):
                 _refuse_loaders(self.loader)
             if self.epoch > 0:
                 self._set_epoch()
@@ -162,10 +162,11 @@ class Batches(Iterator[Any]):
 
 
 def _refuse_loaders(batches: Iterable[Any]) -> None:
-    if any(isinstance(each, DataLoader | TrainLoader) for each in batches):
+    are_loaders = any(isinstance(each, DataLoader | TrainLoader) for each in batches)
+    if are_loaders or isinstance(batches, Mapping):
         raise TypeError(
-            "give one loader, such as one of a ConcatDataset of all data sets, not a "
-            f"list of loaders: {batches!r}"
+            "give one loader, such as one of a ConcatDataset of all data sets, not "
+            f"several: {batches!r}"
         )
 
 

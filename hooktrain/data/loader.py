@@ -24,7 +24,7 @@ from hooktrain.data.samplers import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
-from hooktrain.utils.names import call
+from hooktrain.utils.names import call, check_count
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -258,11 +258,11 @@ def build_train_loader(
         TypeError: for an unknown option.
     """
     world = comm.data_parallel_size()
-    if total_batch_size < 1 or total_batch_size % world:
+    check_count("total_batch_size", total_batch_size)
+    if total_batch_size % world:
         text = f"total_batch_size must be a positive multiple of {world}, the ranks"
         raise ValueError(f"{text}, but got {total_batch_size!r}")
-    if mapper is not None:
-        dataset = MapDataset(dataset, mapper)
+    dataset = _mapped(dataset, mapper)
     if isinstance(dataset, IterableDataset):
         share = total_batch_size // world
         return _stream_loader(dataset, batch_size=share, sampler=sampler, **options)
@@ -311,8 +311,18 @@ def build_test_loader(
         options: options of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
             ``collate_fn``.
     """
-    if mapper is not None:
-        dataset = MapDataset(dataset, mapper)
+    dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = InferenceSampler(len(dataset))  # type: ignore[arg-type]
-    return DataLoader(dataset, sampler=sampler, **options)
+    options["sampler"] = sampler
+    return call(DataLoader, [dataset], options, "(the options)")  # type: ignore[no-any-return]
+
+
+def _mapped(dataset: Dataset[Any], mapper: Callable[[Any], Any] | None) -> Dataset[Any]:
+    """The data set, with a function that is applied to each sample, if there is one."""
+    if not hasattr(dataset, "__getitem__"):  # IterableDataset inherits it
+        raise TypeError(
+            "a data set has __getitem__ and __len__, or is an IterableDataset, but got "
+            f"{dataset!r}"
+        )
+    return dataset if mapper is None else MapDataset(dataset, mapper)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from hooktrain.utils import comm
+from hooktrain.utils.names import check_count
 
 # A permutation takes 8 bytes a sample. Above this size the order is computed place by place.
 LARGEST_PERMUTATION = 2**24
@@ -172,8 +173,7 @@ class TrainingSampler(StreamSampler):
     def __init__(
         self, size: int, shuffle: bool = True, seed: int | None = None
     ) -> None:
-        if size < 1:
-            raise ValueError(f"size must be at least 1, but got {size!r}")
+        check_count("the size of the data set", size)
         super().__init__(seed)
         self.size = size
         self.shuffle = shuffle

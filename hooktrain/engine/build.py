@@ -153,7 +153,13 @@ def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
     """The optimizer of a model. The configuration stays plain data: a copy gets the model."""
     if "params" not in described:
         return instantiate({**described, "model": model})
-    params = {**described["params"], "model": model}
+    params = described["params"]
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            "params of an optimizer must be a LazyCall that gets the model, such as "
+            f"LazyCall(get_default_optimizer_params)(), not {params!r}"
+        )
+    params = {**params, "model": model}
     return instantiate({**described, "params": params})
 
 

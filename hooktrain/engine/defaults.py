@@ -281,6 +281,10 @@ def default_hooks(
         log_period: of the writers.
         watchdog_s: see :class:`hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
     """
+    if eval_function is None and (eval_period or best_metric):
+        raise ValueError(
+            f"{eval_period=} and {best_metric=} need an eval_function, which is None"
+        )
     if not isinstance(scheduler, hooks.LRScheduler):
         scheduler = hooks.LRScheduler(scheduler=scheduler or [])
     found: list[hooks.HookBase] = [hooks.IterationTimer(), scheduler]

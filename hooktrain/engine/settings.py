@@ -73,13 +73,15 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
 
     A configuration and its ``dataloader`` may have values of their own, to which others refer, and
     ``train.ddp`` has further options of DistributedDataParallel. There only those keys are refused
-    whose names are nearly those of known ones, and the log names the others.
+    whose names are nearly those of known ones, and the log names the others; a ``LazyCall`` that
+    nothing makes is a warning.
 
     Args:
         cfg: the whole configuration.
 
     Raises:
         ValueError: for an unknown key; the message suggests the nearest.
+        TypeError: for another value in the place of a dict of settings.
     """
     _refuse_unknown("", cfg, {**_PARTS, "train": train_settings()})
 
@@ -94,6 +96,12 @@ def _refuse_unknown(
                 raise ValueError(
                     f"nothing reads {where}{key}{did_you_mean(key, known)}"
                 )
-            logger.info("%s%s is no setting of this package", where, key)
-        elif isinstance(known[key], dict) and value:
+            is_call = isinstance(value, Mapping) and "_target_" in value
+            level = logging.WARNING if is_call else logging.INFO
+            logger.log(level, "%s%s is no setting of this package", where, key)
+        elif isinstance(known[key], dict):
+            if not isinstance(value, Mapping):
+                raise TypeError(
+                    f"{where}{key} must be a dict such as {known[key]!r}, not {value!r}"
+                )
             _refuse_unknown(f"{where}{key}.", value, known[key])

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import length_hint
 from typing import Any, ClassVar
@@ -22,9 +22,9 @@ from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import warn_of_own_buffers
-from hooktrain.utils.names import add_note
+from hooktrain.utils.names import add_note, check_count
 from hooktrain.utils.periods import in_iterations
-from hooktrain.utils.tensors import mover_to, non_finite
+from hooktrain.utils.tensors import mover_to, non_finite, types_of
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +81,7 @@ class ModelTrainer(TrainerBase):
         if length:
             self.epoch_length = -(-length // self.batches_per_step)  # rounded up
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
-        if self.sync_period < 1:
-            raise ValueError(
-                "gather_metric_period (train.log_period) must be at least 1, but got "
-                f"{gather_metric_period!r}"
-            )
+        check_count("gather_metric_period (train.log_period)", self.sync_period)
         self.model = init_weights_once(model).train()
         self.data_loader = data_loader
         self.losses: State = {}
@@ -122,13 +118,6 @@ class ModelTrainer(TrainerBase):
     def data_loader(self, data_loader: Iterable[Any]) -> None:
         # The name is detectron2's; a run_step of yours may call next(self._data_loader_iter).
         self._data_loader_iter = Batches(data_loader)
-
-    def reset_data_loader(
-        self, data_loader_builder: Callable[[], Iterable[Any]]
-    ) -> None:
-        """Replace the loader. The old one is freed before the new one is built."""
-        self.data_loader = []
-        self.data_loader = data_loader_builder()
 
     def prepare_batch(self, data: Any) -> Any:
         """Move a batch to the model's device. A subclass may do more."""
@@ -285,9 +274,11 @@ class SimpleTrainer(ModelTrainer):
         """
         try:
             return call_model(self.model, data)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, RuntimeError) as error:
             add_note(
-                error, "compute_loss(data) of a trainer says how else it is called"
+                error,
+                f"the batch is {types_of(data)!r:.300}; compute_loss(data) of a trainer says "
+                "how else the model is called",
             )
             raise
 

@@ -60,6 +60,7 @@ class DatasetEvaluator:
             inputs: the batch of the data loader, on the device of the model.
             outputs: what the model returned for it.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define process")
 
     def evaluate(self) -> Mapping[str, Any] | None:
         """Compute the results of all batches. Every rank calls it, so it may be collective.
@@ -116,13 +117,17 @@ class MetricEvaluator(DatasetEvaluator):
         try:
             self._add(outputs, targets)
         except Exception as error:
-            add_note(error, f"{self._name} gets the outputs first, then the targets")
+            add_note(
+                error,
+                f"{self._name} gets the outputs first, then the targets, and returns one "
+                "number",
+            )
             raise
 
     def _add(self, outputs: Any, targets: Any) -> None:
         if not self._adds_up:
             count = len(targets)
-            mean = self._metric(outputs, targets)
+            mean = torch.as_tensor(self._metric(outputs, targets)).reshape(())
             self._sum = self._sum + mean * count
             self._count += count
             return

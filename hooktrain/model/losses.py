@@ -37,14 +37,15 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     if not values or len(scalars) < len(values):
         shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
         raise TypeError(
-            "a model in training must return a loss or a dict of losses, of one element "
-            f"each, not {shapes or output!r:.300}. Hugging Face's models need labels, "
+            "a model in training must return a loss or a dict of losses, tensors of one "
+            f"element each, not {shapes or output!r:.300}. Hugging Face's models need labels, "
             "those with train_step need StepTrainer"
         )
     losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
     if not any(loss.requires_grad for loss in losses):
         raise ValueError(
-            f"no loss has a gradient (is this under no_grad?): {output!r:.300}"
+            "no loss has a gradient (is this under no_grad, or is all of the model frozen?): "
+            f"{output!r:.300}"
         )
     loss = reduce(add, losses)
     if len(losses) < len(values):

@@ -19,12 +19,16 @@ from hooktrain.solver.optim_state import (
 )
 from hooktrain.solver.param_groups import ParamGroup
 from hooktrain.utils import comm
-from hooktrain.utils.names import call, refuse_overrides
+from hooktrain.utils.names import call, check_count, refuse_overrides
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)
 
 Options = Mapping[str, Any]
+
+_CLIPPINGS = (
+    "(clip_grad, such as {'max_norm': 1.0} or {'type': 'value', 'clip_value': 0.5})"
+)
 
 NOTHING = nullcontext()  # has no state: one serves everywhere
 
@@ -70,11 +74,7 @@ class OptimWrapper:
             raise TypeError(
                 f"clip_grad must be a dict, as {{'max_norm': 1.0}}, but got {clip_grad!r}"
             )
-        if accumulative_counts < 1 or accumulative_counts % 1:
-            raise ValueError(
-                "accumulative_counts must be a whole number, at least 1: "
-                f"{accumulative_counts!r}"
-            )
+        check_count("accumulative_counts", accumulative_counts)
         self.optimizer = optimizer
         self.accumulative_counts = int(accumulative_counts)
         self.after_backward: Callable[[], None] | None = None
@@ -83,7 +83,7 @@ class OptimWrapper:
         self.skipped_updates = 0
         self._clipping = None
         if clip_grad is not None:
-            self._clipping = call(_clipping, (), clip_grad, "(clip_grad)")
+            self._clipping = call(_clipping, (), clip_grad, _CLIPPINGS)
         # inner_count when the accumulation began, and at the end of the run; -1 is not known.
         self._first_count = 0
         self._max_counts = -1

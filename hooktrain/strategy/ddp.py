@@ -156,8 +156,8 @@ def build_strategy(
         # So that one configuration serves any number of processes.
         single = count_processes() == 1
         strategy = "SingleDeviceStrategy" if single else "DDPStrategy"
-    call = {"_target_": strategy} if isinstance(strategy, str) else dict(strategy)
-    if "_target_" not in call:
+    call = {"_target_": strategy} if isinstance(strategy, str) else strategy
+    if not isinstance(call, Mapping) or "_target_" not in call:
         raise TypeError(f"strategy must be a name or a LazyCall, but got {strategy!r}")
     kind = call["_target_"]
     if isinstance(kind, str):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +60,23 @@ def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
             raise TypeError(f"{what} must be {kind.__name__} objects: {item!r}")
         items.append(item)
     return items
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what is no whole number of at least so much, such as a text.
+
+    Args:
+        name: Of the argument, for the error.
+        value: What was given.
+        least: The least that it can be.
+
+    Raises:
+        ValueError: If it is less, a fraction or no number.
+    """
+    if not isinstance(value, Real) or value < least or value % 1:
+        raise ValueError(
+            f"{name} must be a whole number, at least {least}, but got {value!r}"
+        )
 
 
 def dotted(path: Iterable[object]) -> str:

@@ -8,6 +8,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, SupportsIndex
 
+from hooktrain.utils.names import check_count
+
 logger = logging.getLogger(__name__)
 
 # The text of a period.
@@ -43,10 +45,8 @@ class Period:
     def __post_init__(self) -> None:
         if isinstance(self.every, str):
             _parse(self.every)
-        elif self.every < 0 or self.every % 1:
-            raise ValueError(
-                f"a period is a whole number of iterations from 0 on, not {self.every!r}"
-            )
+        else:
+            check_count("a period in iterations", self.every, 0)
 
     def is_due(self, trainer: Any) -> bool:
         """Whether a period ends with the iteration that a trainer has just finished.

@@ -202,6 +202,17 @@ def _numbers(tensor: Any) -> Tensor | None:
     return local if local.numel() > 0 else None
 
 
+def types_of(data: Any) -> Any:
+    """The types of numbers and the shapes of a batch, for messages."""
+    return map_leaves(
+        lambda _, leaf: (
+            getattr(leaf, "dtype", type(leaf)),
+            getattr(leaf, "shape", ()),
+        ),
+        data,
+    )
+
+
 def compute_device(model: nn.Module) -> torch.device:
     """The device on which a model computes; without parameters it is the CPU."""
     return device_of(next(model.parameters(), torch.empty(0)))

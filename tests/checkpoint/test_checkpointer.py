@@ -130,7 +130,7 @@ def test_without_a_folder_nothing_is_saved(
     assert os.listdir() == []
     assert "save_dir is empty" in caplog.text
     assert not checkpointer.has_checkpoint()
-    assert checkpointer.get_all_checkpoint_files() == []
+    assert checkpointer.get_checkpoint_file() == ""
     assert checkpointer.resume_or_load("") == {}
 
 
@@ -399,7 +399,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_call(
 
 LOOKS: dict[str, Callable[[Checkpointer], Any]] = {
     "has": lambda c: c.has_checkpoint(),
-    "files": lambda c: c.get_all_checkpoint_files(),
+    "file": lambda c: c.get_checkpoint_file(),
     "resume": lambda c: c.resume_or_load(""),
     "load": lambda c: c.load(os.path.join(c.save_dir, "a" if c.sharded else "a.pth")),
     "save": lambda c: c.save("b"),

@@ -97,6 +97,40 @@ def test_a_stream_that_resumes_twice_in_any_epoch_gives_each_sample_once(
         assert sorted(samples[:12]) == sorted(samples[12:]) == list(range(12))
 
 
+class Counted(Shuffled):
+    """It continues by a state of its own: how many samples of the epoch were read."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[float]:
+        order = TrainingSampler(12, seed=0).epoch_indices(self.epoch).tolist()
+        return self._rest(order)
+
+    def _rest(self, order: list[float]) -> Iterator[float]:
+        for index in order[self.place :]:
+            self.place += 1
+            yield index
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.place = state_dict["place"]
+
+
+def test_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch() -> None:
+    def stream() -> Batches:
+        return Batches(build_train_loader(Counted(), total_batch_size=2))
+
+    first, second = stream(), stream()
+    assert sorted(read(first, 6)) == list(range(12))
+    read(first, 1)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.state_dict()  # a checkpointer asks for it before the first step
+    assert read(second, 7) == read(first, 7)
+
+
 @pytest.mark.parametrize("data", [range(10), Numbers()])
 def test_a_loaded_position_counts_where_batches_were_read(data: Any) -> None:
     batches = Batches(build_train_loader(data, total_batch_size=2, seed=0))

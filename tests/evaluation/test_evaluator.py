@@ -61,8 +61,10 @@ def test_an_evaluator_sees_each_batch() -> None:
     recorder = Recorder({"task": {"x": 1.0}})
     assert inference_on_dataset(double, [1, 2], recorder) == {"task": {"x": 1.0}}
     assert recorder.calls == ["reset", (1, 2), (2, 4), "evaluate"]
-    for nothing in (None, Recorder(None), DatasetEvaluator()):
+    for nothing in (None, Recorder(None)):
         assert inference_on_dataset(double, [1, 2], nothing) == {}
+    with pytest.raises(NotImplementedError, match="must define process"):
+        inference_on_dataset(double, [1, 2], DatasetEvaluator())
 
 
 class OwnSteps(nn.Module):

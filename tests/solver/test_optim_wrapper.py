@@ -76,8 +76,9 @@ def test_updates_equal_a_loop_written_by_hand_bit_for_bit(
         ({"clip_grad": {"type": "value", "max_norm": 1}}, ValueError, "clip_value"),
         ({"clip_grad": {"max_norm": 1, "norm": 2}}, TypeError, "'norm'"),
         ({"clip_grad": {"max_nrom": 1}}, TypeError, "did you mean 'max_norm'"),
-        ({"accumulative_counts": 0}, ValueError, ": 0"),
-        ({"accumulative_counts": 2.5}, ValueError, ": 2.5"),
+        ({"accumulative_counts": 0}, ValueError, "got 0"),
+        ({"accumulative_counts": 2.5}, ValueError, "got 2.5"),
+        ({"accumulative_counts": "2"}, ValueError, "got '2'"),
         ({"dtype": "float32"}, ValueError, "'float32'"),
     ],
 )

@@ -84,6 +84,7 @@ def visit_local_groups() -> None:
     )  # no group until it is used
     both = comm.all_gather(rank, comm.get_local_process_group())
     assert both == [machine, machine + 1]
+    assert comm.get_local_process_group() is comm.get_local_process_group()
     comm.create_local_process_group(4)
     assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 4)
 

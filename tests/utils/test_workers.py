@@ -110,10 +110,21 @@ class Blocked(IterableDataset[bool]):
         yield signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_workers_ignore_signals_also_where_the_state_of_a_stream_is_asked_first() -> (
-    None
-):
-    batches = Batches(build_train_loader(Blocked(), total_batch_size=1, num_workers=1))
+class BlockedWithState(Blocked):
+    """torchdata's loader starts the workers to ask them for it."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """There is nothing to load."""
+
+
+@pytest.mark.parametrize("kind", [Blocked, BlockedWithState])
+def test_workers_ignore_signals_also_where_the_state_of_a_stream_is_asked_first(
+    kind: type[Blocked],
+) -> None:
+    batches = Batches(build_train_loader(kind(), total_batch_size=1, num_workers=1))
     batches.state_dict()
     assert next(batches).tolist() == [True]
 

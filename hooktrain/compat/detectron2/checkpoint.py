@@ -13,6 +13,7 @@ from torch import nn
 from hooktrain import checkpoint as core
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
 from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, with_model
+from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.compat.detectron2.functions import CONFIG
 from hooktrain.compat.detectron2.paths import PathManager
 from hooktrain.utils.comm import on_all_ranks, on_main_process
@@ -80,6 +81,12 @@ class Checkpointer(core.Checkpointer):
         """Begin to save, now that a resume was not refused; see the base class."""
         super().begin_run(is_new=is_new)
         publish(self.save_dir, CONFIG)
+
+    def get_all_checkpoint_files(self) -> list[str]:
+        """The paths of all checkpoints in ``save_dir``, sorted."""
+        self.wait()
+        folder = self.save_dir
+        return [os.path.join(folder, name) for name in checkpoint_names(folder)]
 
     def save(self, name: str, **extra: Any) -> None:
         """Write a checkpoint, and make it the one to resume from; see the base class."""

@@ -1,5 +1,6 @@
 """`LazyCall` and `LazyConfig` as detectron2 has them, and omegaconf's functions on ConfigDicts."""
 
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
@@ -42,12 +43,18 @@ class LazyConfig(config.LazyConfig):
         if not is_yaml or find_spec("omegaconf") is None:
             return config.LazyConfig.load(filename, keys)
         omegaconf = import_module("omegaconf").OmegaConf
-        cfg = resolve(ConfigDict(omegaconf.load(filename)))
+        cfg = resolve(to_config(omegaconf.load(filename)))
         if keys is None:
             return cfg
         if isinstance(keys, str):
             return cfg[keys]
         return tuple(cfg[key] for key in keys)
+
+    @staticmethod
+    def load_rel(filename: str, keys: Any = None) -> Any:
+        """`load` of a path that is relative to the file of the calling code."""
+        caller = Path(sys._getframe(1).f_code.co_filename)
+        return LazyConfig.load(caller.parent / filename, keys)
 
 
 class _Functions(type):

@@ -1,6 +1,7 @@
 """detectron2's DefaultTrainer, which takes trees such as yacs's CfgNode."""
 
 import logging
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 class BestCheckpointer(hooks.BestCheckpointer):
-    """A :class:`hooktrain.engine.hooks.BestCheckpointer` whose mode is ``"max"`` by default."""
+    """A :class:`hooktrain.engine.hooks.BestCheckpointer` whose mode is ``"max"`` by default.
+
+    It has the names that subclasses read.
+    """
+
+    _logger = logger
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class BestCheckpointer(hooks.BestCheckpointer):
         **kwargs: Any,
     ) -> None:
         super().__init__(eval_period, checkpointer, val_metric, mode, *args, **kwargs)
+        self._compare = operator.gt if mode == "max" else operator.lt
 
 
 class LRScheduler(hooks.LRScheduler):

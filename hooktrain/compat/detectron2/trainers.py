@@ -1,7 +1,7 @@
 """detectron2's trainers: one may have another inside of it, which makes its steps."""
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from functools import cached_property
 from typing import Any, ClassVar
@@ -187,6 +187,13 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
     def __init_subclass__(cls) -> None:
         hint = "change batches in prepare_batch, or give another data_loader"
         names.refuse_overrides(cls, {"_data_loader_iter": hint})
+
+    def reset_data_loader(
+        self, data_loader_builder: Callable[[], Iterable[Any]]
+    ) -> None:
+        """Replace the loader. The old one is freed before the new one is built."""
+        self.data_loader = []
+        self.data_loader = data_loader_builder()
 
     @staticmethod
     def write_metrics(

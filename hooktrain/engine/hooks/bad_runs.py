@@ -20,6 +20,7 @@ from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm, timer
+from hooktrain.utils.names import check_count
 from hooktrain.utils.tensors import compute_device, is_sharded, non_finite
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,7 @@ class SkipNonFinite(HookBase):
     """
 
     def __init__(self, max_skips: int = 20, max_ratio: float | None = None) -> None:
-        if max_skips < 0:
-            raise ValueError(f"max_skips must be at least 0: {max_skips!r}")
+        check_count("max_skips", max_skips, 0)
         if max_ratio is not None and not max_ratio > 1:
             raise ValueError(f"max_ratio must be above 1: {max_ratio!r}")
         self._max_skips = max_skips

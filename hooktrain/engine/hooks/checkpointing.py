@@ -10,9 +10,19 @@ from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.solver.checks import another_model
 from hooktrain.utils.file_io import publish
+from hooktrain.utils.names import check_count
 from hooktrain.utils.periods import Period, in_iterations
 
 logger = logging.getLogger(__name__)
+
+
+def check_saver(checkpointer: Any, file_prefix: str) -> None:
+    """Refuse what is no Checkpointer, such as a path, and an impossible name of a file."""
+    if not isinstance(checkpointer, Checkpointer):
+        raise TypeError(
+            f"checkpointer must be a Checkpointer, but got {checkpointer!r}"
+        )
+    checkpointer.check_name(file_prefix)
 
 
 class PeriodicCheckpointer(HookBase):
@@ -55,12 +65,11 @@ class PeriodicCheckpointer(HookBase):
         max_to_keep: int | None = None,
         file_prefix: str = "model",
     ) -> None:
-        for key, number in (("period", period), ("max_to_keep", max_to_keep)):
-            if isinstance(number, int | float) and (number < 1 or number % 1):
-                raise ValueError(
-                    f"{key} must be a whole number of at least 1, got {number!r}"
-                )
-        checkpointer.check_name(file_prefix)
+        if not isinstance(period, str):
+            check_count("period", period)
+        if max_to_keep is not None:
+            check_count("max_to_keep", max_to_keep)
+        check_saver(checkpointer, file_prefix)
         self.checkpointer = checkpointer
         self.period = Period(period)
         self.max_iter = max_iter

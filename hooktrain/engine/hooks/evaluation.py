@@ -2,7 +2,6 @@
 
 import logging
 import math
-import operator
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import delete_replaced
 from hooktrain.engine.hooks.averaging import EMA
+from hooktrain.engine.hooks.checkpointing import check_saver
 from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import HookBase, TrainerBase
 from hooktrain.evaluation.testing import as_numbers
@@ -22,7 +22,7 @@ from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.names import check_count, did_you_mean
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
@@ -218,8 +218,6 @@ class BestCheckpointer(HookBase):
             and the metric is not there or older than the weights. What was trained is saved first.
     """
 
-    _logger = logger  # detectron2's name, for subclasses
-
     def __init__(
         self,
         eval_period: int | str,
@@ -230,13 +228,11 @@ class BestCheckpointer(HookBase):
         *,
         ema: EMA | None = None,
     ) -> None:
-        checkpointer.check_name(file_prefix)
+        check_saver(checkpointer, file_prefix)
         self._period = Period(eval_period)
         self._checkpointer = checkpointer
         self._val_metric = val_metric
         self._mode = check_mode(mode, val_metric)
-        # detectron2's name, for subclasses that compare by themselves.
-        self._compare: Any = operator.gt if self._mode == "max" else operator.lt
         self._file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
         names = [f"{file_prefix}.pth", file_prefix]
@@ -400,8 +396,7 @@ class EarlyStopping(HookBase):
         patience: int = 5,
         min_delta: float = 0.0,
     ) -> None:
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1, but got {patience!r}")
+        check_count("patience", patience)
         self._metric = metric
         self._mode = check_mode(mode, metric)
         self._patience = patience
@@ -412,6 +407,11 @@ class EarlyStopping(HookBase):
 
     def before_train(self) -> None:
         """Stop a resumed run that had stopped, unless its patience was raised."""
+        if not any(isinstance(hook, EvalHook) for hook in self.trainer._hooks):
+            logger.warning(
+                "EarlyStopping needs the metric %r, and there is no EvalHook to give it",
+                self._metric,
+            )
         self._stop_if_exhausted()
 
     def after_step(self) -> None:
@@ -426,14 +426,6 @@ class EarlyStopping(HookBase):
         else:
             self._waited += 1
             self._stop_if_exhausted()
-
-    def after_train(self) -> None:
-        """Warn if the metric has never had a value."""
-        if self._seen_iter < 0:
-            logger.warning(
-                "EarlyStopping: there was no metric %r, which an EvalHook should give",
-                self._metric,
-            )
 
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:

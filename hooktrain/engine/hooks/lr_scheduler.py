@@ -57,6 +57,8 @@ class LRScheduler(HookBase):
         *,
         by_epoch: bool = False,
     ) -> None:
+        if isinstance(optimizer, ParamScheduler | TorchScheduler):
+            raise TypeError(f"give LRScheduler(scheduler={optimizer!r})")
         self._optimizer = optimizer
         self.scheduler = scheduler
         self._metric = metric

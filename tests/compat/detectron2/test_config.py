@@ -69,6 +69,8 @@ STAND_IN = {
     "dictconfig.py": "class DictConfig:\n    pass\n",
     "listconfig.py": "class ListConfig:\n    pass\n",
     "__init__.py": """
+import json
+from pathlib import Path
 from omegaconf.dictconfig import DictConfig
 from omegaconf.listconfig import ListConfig
 
@@ -78,6 +80,11 @@ class OmegaConf:
         cfg = DictConfig() if isinstance(content, dict) else ListConfig()
         cfg.content = content
         return cfg
+
+    @staticmethod
+    def load(path):
+        lines = [line.split(": ", 1) for line in Path(path).read_text().splitlines()]
+        return OmegaConf.create({key: json.loads(value) for key, value in lines})
 
     @staticmethod
     def to_container(cfg, resolve=False):
@@ -95,6 +102,14 @@ def omegaconf(tmp_path: Path) -> Iterator[Any]:
     files = STAND_IN if find_spec("omegaconf") is None else {}
     with installed(tmp_path / "stand_in", "omegaconf", files):
         yield importlib.import_module("omegaconf")
+
+
+def test_a_file_loads_another_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text("model = dict(width=3)")
+    load = "from hooktrain.compat.detectron2 import LazyConfig"
+    path = tmp_path / "main.py"
+    path.write_text(f"{load}\nmodel = LazyConfig.load_rel('base.py', 'model')\n")
+    assert LazyConfig.load(path) == {"model": {"width": 3}}
 
 
 CONFIG = """
@@ -129,6 +144,22 @@ def test_the_functions_take_what_omegaconf_has_made(omegaconf: Any) -> None:
     made = OmegaConf.create(theirs)
     assert isinstance(made, DictConfig)
     assert (made.width, made.sizes) == (3, [1, 2])
+
+
+def test_yaml_is_read_by_omegaconf(omegaconf: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text('width: 3\nsizes: [1, "${..width}"]\nname: "x"\n')
+    assert LazyConfig.load(path) == {"width": 3, "sizes": [1, 3], "name": "x"}
+    assert LazyConfig.load(path, "sizes") == [1, 3]
+    assert LazyConfig.load(path, ("name", "width")) == ("x", 3)
+
+
+def test_yaml_without_omegaconf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("width: 3")
+    if find_spec("omegaconf") is None:
+        with pytest.raises(ValueError, match=r"model\.yaml"):
+            LazyConfig.load(path)
 
 
 def test_what_omegaconf_has_made_is_instantiated(omegaconf: Any) -> None:

@@ -1,6 +1,8 @@
 """A trainer inside of another one, which makes its steps as detectron2's DefaultTrainer does."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -250,6 +252,26 @@ def test_a_property_that_would_hide_the_batches_is_refused() -> None:
             @property
             def _data_loader_iter(self) -> Any:
                 return iter(self.data_loader)
+
+
+class Loader(list[torch.Tensor]):
+    """A list that can be seen to be freed."""
+
+
+def test_reset_data_loader_frees_the_old_loader_before_it_builds_the_new_one() -> None:
+    trainer = made(SimpleTrainer)
+    trainer.data_loader = Loader(DATA)
+    old = weakref.ref(trainer.data_loader)
+    trainer.train(0, 1)
+
+    def build() -> Loader:
+        gc.collect()
+        assert old() is None
+        return Loader(DATA[:1])
+
+    trainer.reset_data_loader(build)
+    trainer.train(max_iter=3)
+    assert trainer.iter == 3
 
 
 class OwnRate(LRScheduler):

@@ -171,6 +171,17 @@ def test_a_base_model_is_measured_as_it_is_trained() -> None:
     )
 
 
+def test_the_state_of_other_data_is_refused_before_anything_is_loaded() -> None:
+    def hook(size: int) -> PreciseBN:
+        data = [torch.ones(2)] * size
+        return PreciseBN(
+            1, Net(), build_train_loader(data, total_batch_size=2, seed=0), 2
+        )
+
+    with pytest.raises(ValueError, match="dataset_size=4"):
+        hook(6).check_state_dict(hook(4).state_dict())
+
+
 def test_the_trainers_own_position_in_the_data_is_not_moved() -> None:
     loader = build_train_loader([torch.ones(2)] * 4, total_batch_size=2, seed=0)
     model = Net()

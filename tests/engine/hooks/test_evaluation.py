@@ -103,7 +103,9 @@ def test_evaluations_and_the_end_draw_by_seed_and_iteration() -> None:
 
     def run(start: int) -> list[list[tuple[float, int]]]:
         end = CallbackHook(after_train=lambda _: at_the_end.append(draw()))
-        trainer = Idle(end, EvalHook(2, draw))
+        # Another hook may draw before the evaluation.
+        before = CallbackHook(after_train=lambda _: [draw() for _ in range(start)])
+        trainer = Idle(end, before, EvalHook(2, draw))
         trainer.seed = 3
         random.seed(start)
         np.random.seed(start)
