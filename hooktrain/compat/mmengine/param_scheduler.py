@@ -367,6 +367,11 @@ class CosineAnnealingParamScheduler(_ParamScheduler):
     eta_min: float | None = None
     eta_min_ratio: float | None = field(default=None, kw_only=True)
 
+    def __post_init__(self) -> None:
+        if None not in (self.eta_min, self.eta_min_ratio):
+            raise ValueError(f"give eta_min or eta_min_ratio, but not both: {self!r}")
+        super().__post_init__()
+
     def _share(self, k: int) -> float:
         length = self.T_max or self._length()
         return half_cosine(k / length)

@@ -164,6 +164,10 @@ def test_the_last_step_has_exactly_the_final_value() -> None:
         (lambda o: LinearLR(o, start_factor=-0.5, end=5), "start_factor must .* -0.5"),
         (lambda o: LinearLR(o, end_factor=2, end=5), "end_factor must .* 2"),
         (
+            lambda o: CosineAnnealingLR(o, 9, eta_min=0, eta_min_ratio=0.1),
+            "eta_min=0, eta_min_ratio=0.1",
+        ),
+        (
             lambda o: StepLR.build_iter_from_epoch(o, step_size=2, epoch_length=-1),
             "epoch_length=-1",
         ),

@@ -14,6 +14,7 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, load_checkpoint, save_file
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.compat import detectron2
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
     EMA,
@@ -446,7 +447,7 @@ class OwnEvaluation(EvalHook):
         self.trainer.storage.put_scalar("acc", self._func()["own"])  # type: ignore[index]
 
 
-class Noted(BestCheckpointer):
+class Noted(detectron2.hooks.BestCheckpointer):
     """Learns of a best value, as projects do that copy it to a server."""
 
     def __init__(self, *args: Any) -> None:
