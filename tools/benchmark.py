@@ -13,7 +13,8 @@ same in two, and ``fsdp`` a small transformer in two, all on the CPU. hooktrain'
 a schedule, and the metrics of every iteration, which go to the console and to JSON every 20
 iterations. ``replay`` trains the transformer in one process, by hooktrain in both turns: without
 and with ``ReplayCheck(100)``. ``data`` reads batches of 32 numbers without workers, by torch's
-loader and by that of ``build_train_loader``.
+loader and by that of ``build_train_loader``: from a plain container and from a data set that may
+draw random numbers.
 
 With ``--instructions`` it counts the instructions of a step instead, which are the same on a busy
 machine as on an idle one. valgrind (a package of most systems) runs 100 and 1,100 steps of each
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from hooktrain.data import build_train_loader
 from hooktrain.demos.text import Block, TextGPT
@@ -175,10 +176,21 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
     return turns.pairs
 
 
-def read_in_turns(pairs: int, iterations: int) -> list[tuple[float, float]]:
+class Numbers(Dataset[int]):
+    """The numbers below 4096."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def read_in_turns(
+    numbers: Any, pairs: int, iterations: int
+) -> list[tuple[float, float]]:
     """Read batches by torch's loader and by hooktrain's in turns: microseconds a batch of both."""
     torch.set_num_threads(1)
-    numbers: Any = range(4096)
     endless = RandomSampler(numbers, replacement=True, num_samples=10**9)
     loaders = (
         iter(DataLoader(numbers, batch_size=32, sampler=endless)),
@@ -301,7 +313,10 @@ def main() -> None:
         return
     if args.what == "data":
         names = ("torch's loader", "hooktrain's")
-        report("batch of 32", read_in_turns(*arguments[1:]), iterations, names)
+        kinds: dict[str, Any] = {"a range": range(4096), "a data set": Numbers()}
+        for what, numbers in kinds.items():
+            pairs = read_in_turns(numbers, args.pairs, iterations)
+            report(f"batch of 32 of {what}", pairs, iterations, names)
         return
     pairs = launch(train_in_turns, 2, args=arguments, backend="gloo")[0]
     report(f"{args.what}, two processes", pairs, iterations)

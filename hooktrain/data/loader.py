@@ -13,7 +13,15 @@ from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 
 from hooktrain.data.dataset import MapDataset
 from hooktrain.data.samplers import (
@@ -33,6 +41,9 @@ _DECIDED = (
     "(total_batch_size, seed and sampler decide on the batches; without a sampler the data is "
     "shuffled)"
 )
+
+# Their samples draw no random numbers; those of a subclass may.
+_PLAIN = (list, tuple, range, Tensor, np.ndarray, TensorDataset)
 
 # A position in the stream of all ranks, and the index of the sample there.
 Key = tuple[int, int]
@@ -211,15 +222,27 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
 
 @dataclass(eq=False)
 class SeededDataset(Dataset[Any]):
-    """Reads samples by key, with the global generators seeded by the key's position."""
+    """Reads samples by key, with the global generators seeded by the key's position.
+
+    Plain containers draw no random numbers. Of these only the last sample of a batch is seeded, for
+    the function that collates them, which saves 10 us for each of the others.
+    """
 
     dataset: Dataset[Any]
     seed: int
 
-    def __getitem__(self, key: Key) -> Any:
-        position, index = key
-        seed_on_host(position, "sample", self.seed)
-        return self.dataset[index]
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        inner = self.dataset
+        while type(inner) is Subset:
+            inner = inner.dataset
+        is_plain = type(inner) in _PLAIN
+        last = len(keys) - 1
+        samples = []
+        for place, (position, index) in enumerate(keys):
+            if place == last or not is_plain:
+                seed_on_host(position, "sample", self.seed)
+            samples.append(self.dataset[index])
+        return samples
 
 
 def build_train_loader(

@@ -18,6 +18,8 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
+    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -151,6 +153,29 @@ def draw_and_stack(samples: list[Tensor]) -> Tensor:
     return torch.stack(
         [sample + torch.rand(1) + np.random.rand() for sample in samples]
     )
+
+
+class Rows(TensorDataset):
+    """Reads what a TensorDataset reads, and may draw, for all that is known of it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0]
+
+
+def collate_by_chance(samples: list[Tensor]) -> Tensor:
+    chosen = samples[random.randrange(4)], samples[np.random.randint(4)]
+    return torch.stack(chosen) * torch.rand(())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_plain_containers_are_those_of_any_data_set(workers: int) -> None:
+    data = torch.arange(20.0)
+    plain = {"a tensor": data, "a list": [*data], "a part": Subset(data, range(20))}  # type: ignore[arg-type]
+    options = {"total_batch_size": 4, "seed": 5, "collate_fn": collate_by_chance}
+    wanted = take(build_train_loader(Rows(data), **options), 12)  # type: ignore[arg-type]
+    for name, dataset in plain.items():
+        loader: Any = build_train_loader(dataset, **options, num_workers=workers)  # type: ignore[arg-type]
+        assert torch.equal(take(loader, 12), wanted), name
 
 
 @pytest.mark.parametrize("workers", [0, 1])
