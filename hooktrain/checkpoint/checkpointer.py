@@ -41,6 +41,8 @@ from hooktrain.utils.tensors import full_tensors
 
 # A launcher ends the other ranks 10 s after one has failed.
 _GIVE_UP_SECONDS = 5.0
+# What a failed run waits for an upload, which may be slow. The disk has the checkpoint already.
+_UPLOAD_SECONDS = 60.0
 
 State = dict[str, Any]
 Names = Iterable[str] | None
@@ -300,12 +302,15 @@ class Checkpointer:
             self._store.finish()
 
     def give_up(self) -> None:
-        """Wait as :meth:`wait` does, but only some seconds where other ranks may have failed."""
-        seconds = _GIVE_UP_SECONDS if self._group else None
-        if not self._worker.wait(seconds):
+        """Wait as :meth:`wait` does, but only some seconds where other ranks may have failed.
+
+        An upload has a minute.
+        """
+        is_done = self._worker.wait(_GIVE_UP_SECONDS if self._group else None)
+        if is_done and self._store:
+            is_done = self._store.worker.wait(_UPLOAD_SECONDS)
+        if not is_done:
             self.logger.error("The checkpoint that is being saved is given up")
-        elif self._store:
-            self._store.worker.wait(seconds)
 
     def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.

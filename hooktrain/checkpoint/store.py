@@ -195,17 +195,17 @@ class Store:
             return
         if not self._pointer:
             self.begin(is_new=False)
-        files = self._put(name, f"{name}/[!_]*", *_BESIDE)
-        # Its own shards come first, so that other ranks have time to put theirs.
-        for shards in sorted(self._folder.glob(f"{name}/__*")):
-            files |= self._put(f"{name}/{shards.name}")
+        # The shards come last, and its own first, so that other ranks have time to put theirs.
+        files = self._put(name, f"{name}/[!_]*", *_BESIDE, f"{name}/__*")
         there = self._list()  # the upload may have taken long
+        known = self._read(there)
         # Later ones are of a past from which the run has not gone on.
-        older = [each for each in self._read(there) if each["iteration"] < iteration]
+        older = [each for each in known if each["iteration"] < iteration]
         newest = {"name": name, "iteration": iteration, "files": files}
         checkpoints = [*older[-1:], newest]
         self._write(checkpoints)
-        logger.info("%s is in the store %s", name, self.address)
+        if name not in [each["name"] for each in known]:  # what is beside it may be new
+            logger.info("%s is in the store %s", name, self.address)
         named = [each["files"].values() for each in checkpoints]
         self._delete(set(there).difference([self._pointer], *named))
 
@@ -229,13 +229,15 @@ class Store:
 
     def _put(self, *patterns: str) -> dict[str, str]:
         """Put files of the folder there, unless they are there; their names by their paths."""
-        there = self._list()
+        there: dict[str, int] = {}
         files = {}
         for pattern in patterns:
-            for path in filter(Path.is_file, self._folder.glob(pattern)):
+            for path in filter(Path.is_file, sorted(self._folder.glob(pattern))):
                 status = path.stat()
                 size, inside = status.st_size, path.relative_to(self._folder).as_posix()
                 key = f"{status.st_mtime_ns}-{size}-{inside.replace('/', '.')}"
+                if there.get(key) != size:
+                    there = self._list()  # another rank may have put it there meanwhile
                 if there.get(key) != size:
                     self._system.put_file(str(path), f"{self._root}/{key}")
                 files[inside] = key

@@ -1,6 +1,7 @@
 """A store beside the disk: up, down, rotation, two machines, and what is broken or refused."""
 
 import json
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -137,13 +138,16 @@ def test_a_run_goes_on_in_a_new_folder_with_all_that_it_needs(
 
 
 def test_a_final_checkpoint_without_a_number_comes_back(
-    memory: str, tmp_path: Path
+    memory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     first = machine(tmp_path / "a", memory)
     save(first, 9)
     nn.init.constant_(first.model.weight, 19)
     first.save("model_final", iteration=19)
+    (tmp_path / "a" / "metrics.json").write_text("{}")  # as hooks do at the end
     first.finish()
+    assert caplog.text.count("model_final.pth is in the store") == 1
     assert resumed(tmp_path / "b", memory) == 19
     assert resumed(tmp_path / "b", memory) == 19
 
@@ -491,6 +495,24 @@ def test_an_unknown_scheme_is_refused_before_anything_is_made(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_failed_run_waits_for_an_upload_but_not_for_ever(
+    memory: str,
+    refusing: Refusing,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    first.begin_run(is_new=True)
+    refusing.go.clear()
+    offer(first, 9)
+    monkeypatch.setattr("hooktrain.checkpoint.checkpointer._UPLOAD_SECONDS", 0.01)
+    first.give_up()
+    assert "given up" in caplog.text
+    refusing.go.set()
+    first.finish()
+
+
 def share(folder: Path, store: str, background: bool) -> list[bool]:
     """Save shards, lose the folder, and go on; then another machine begins."""
 
@@ -583,3 +605,25 @@ def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
         assert other == ([] if refuses else shards)
         alone = Checkpointer(make_model(), folder / "b", store=store)
         assert alone.resume_or_load("")["iteration"] == 9
+
+
+def test_shards_that_others_have_put_there_take_no_request_each(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a", memory, sharded=True)
+    first.begin_run(is_new=True)
+    offer(first, 9)
+    for rank in range(1, 9):
+        shard = tmp_path / "a" / "model_0000009" / f"__{rank}_0.distcp"
+        shard.write_bytes(b"of another rank")
+    first.finish()
+    lists = []
+    ls = MemoryFileSystem.ls
+
+    def counted(system: Any, path: str, detail: bool) -> Any:
+        lists.append(path)
+        return ls(system, path, detail)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", counted)
+    first.finish()
+    assert len(lists) == 2  # before the first shard, and before the pointer
