@@ -36,7 +36,7 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_360,
+    "checkpoint": 7_355,
     "config": 2_250,
     "data": 2_575,
     "engine": 7_705,

@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -188,7 +187,11 @@ def read_folder(
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
         name = dotted(keys)
-        tensors[name] = _empty_tensor(leaf, name, shards, map_location)
+        shard = shard_for(leaf, name, shards)
+        if shard is None:
+            tensors[name] = torch.empty_like(leaf, device=map_location)
+        else:
+            tensors[name] = torch.empty_like(shard, dtype=leaf.dtype)
         return tensors[name]
 
     with reading(folder):
@@ -272,16 +275,6 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
 
     return map_leaves(take, state), tensors
-
-
-def _empty_tensor(
-    tensor: Tensor, key: str, shards: Mapping[str, Tensor], device: Any
-) -> Tensor:
-    """Memory for a tensor, sharded as the one of its shape whose name is part of its key."""
-    shard = shard_for(tensor, key, shards)
-    if shard is not None:
-        return torch.empty_like(shard, dtype=tensor.dtype)
-    return torch.empty_like(tensor, device=device)
 
 
 class _HashedFile(io.BufferedWriter):

@@ -94,7 +94,7 @@ class PeriodicCheckpointer(HookBase):
         problem = another_model("Checkpointer", model.parameters(), trained)
         if problem:
             logger.warning(problem)
-        hooks = self.trainer._hooks
+        hooks = self.trainer.hooks
         later = hooks[hooks.index(self) + 1 :]
         late = [type(hook).__name__ for hook in later if hook.state_dict()]
         if late:

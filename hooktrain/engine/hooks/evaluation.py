@@ -185,7 +185,7 @@ def new_value(trainer: TrainerBase, metric: str, since: int) -> Entry | None:
 
 def refuse_missing(metric: str, trainer: TrainerBase) -> None:
     """End the run with an error if each ``EvalHook`` has had results, but none of that name."""
-    evaluations = [hook for hook in trainer._hooks if isinstance(hook, EvalHook)]
+    evaluations = [hook for hook in trainer.hooks if isinstance(hook, EvalHook)]
     if evaluations and all(hook.has_results for hook in evaluations):
         hint = did_you_mean(metric, trainer.storage.histories())
         trainer.raise_later(ValueError(f"there is no metric {metric!r}{hint}"))

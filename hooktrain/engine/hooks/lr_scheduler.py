@@ -183,9 +183,7 @@ class LRScheduler(HookBase):
     def _refuse_twice(self) -> None:
         """A multiplier sets its rate, whatever others do. One schedule twice is too fast."""
         driven = [
-            each
-            for hook in self.trainer._hooks
-            for each in getattr(hook, "_driven", [])
+            each for hook in self.trainer.hooks for each in getattr(hook, "_driven", [])
         ]
         rates = [rate for rate, _ in driven]
         for rate, schedule in driven:
