@@ -39,7 +39,7 @@ BUDGETS = {
     "checkpoint": 7_355,
     "config": 2_250,
     "data": 2_575,
-    "engine": 7_705,
+    "engine": 7_735,
     "engine/hooks": 6_950,
     "evaluation": 2_500,
     "events": 3_900,

@@ -9,9 +9,10 @@ from hooktrain.engine.defaults import (
     default_setup as default_setup,
     default_writers as default_writers,
 )
+from hooktrain.engine.hook_base import HookBase as HookBase
 from hooktrain.engine.launch import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT, launch as launch
 from hooktrain.engine.settings import train_settings as train_settings
-from hooktrain.engine.train_loop import HookBase as HookBase, TrainerBase as TrainerBase
+from hooktrain.engine.train_loop import TrainerBase as TrainerBase
 from hooktrain.engine.trainers import (
     AMPTrainer as AMPTrainer,
     SimpleTrainer as SimpleTrainer,

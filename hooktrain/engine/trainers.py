@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
+from hooktrain.engine.hook_base import State
 from hooktrain.engine.preflight import check_parts, log_size, warn_of_lost_calls
-from hooktrain.engine.train_loop import State, TrainerBase
+from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model

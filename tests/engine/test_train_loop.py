@@ -14,8 +14,8 @@ from torch import nn
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer, TrainerBase, hooks
+from hooktrain.engine.hook_base import EVENTS
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.train_loop import EVENTS
 from hooktrain.events import EventStorage, get_event_storage
 from hooktrain.utils import comm
 from toys import Net, batches, sgd

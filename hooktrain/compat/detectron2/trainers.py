@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from hooktrain import engine
+from hooktrain.engine.hook_base import State
 from hooktrain.engine.losses import LossRecorder
-from hooktrain.engine.train_loop import State
 from hooktrain.engine.trainers import ModelTrainer
 from hooktrain.events import get_event_storage
 from hooktrain.utils import comm, names
@@ -67,6 +67,7 @@ class TrainerBase(engine.TrainerBase):
         _unlink(inner)  # a loop of one's own may have broken off without after_train
         inner.register_hooks([_OuterHooks(self)])
         inner.before_train()
+        # The steps of the inner one record losses there; the loop of this one exchanges them.
         self._losses = inner._losses
         self.storage.trainer = weakref.proxy(self)
 

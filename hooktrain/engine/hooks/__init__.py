@@ -1,5 +1,6 @@
 """The hooks: everything around a step."""
 
+from hooktrain.engine.hook_base import HookBase as HookBase
 from hooktrain.engine.hooks.averaging import EMA as EMA, PreciseBN as PreciseBN
 from hooktrain.engine.hooks.bad_runs import (
     SkipNonFinite as SkipNonFinite,
@@ -24,4 +25,3 @@ from hooktrain.engine.hooks.writing import (
     PeriodicWriter as PeriodicWriter,
     RunSummary as RunSummary,
 )
-from hooktrain.engine.train_loop import HookBase as HookBase

@@ -9,7 +9,7 @@ from torch import nn
 
 from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.data.batches import Batches
-from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import EventStorage
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage, update_bn_stats
 from hooktrain.solver.checks import another_model

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.losses import WHERE_IT_BEGINS
-from hooktrain.engine.train_loop import HookBase
 from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name

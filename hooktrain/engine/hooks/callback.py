@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.hook_base import HookBase
 
 Callback = Callable[[Any], object]
 

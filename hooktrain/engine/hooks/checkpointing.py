@@ -6,8 +6,9 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.hours import spent
-from hooktrain.engine.train_loop import HookBase, TrainerBase
+from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver.checks import another_model
 from hooktrain.utils.file_io import publish
 from hooktrain.utils.names import check_count

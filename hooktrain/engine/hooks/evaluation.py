@@ -13,10 +13,11 @@ import torch.distributed as dist
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import delete_replaced
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.checkpointing import check_saver
 from hooktrain.engine.hooks.hours import spent
-from hooktrain.engine.train_loop import HookBase, TrainerBase
+from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events.history import Entry
 from hooktrain.utils import comm

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import JSONWriter
 from hooktrain.utils.logger import pretty_seconds
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
 
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import new_value
-from hooktrain.engine.train_loop import HookBase
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import scheduled
 

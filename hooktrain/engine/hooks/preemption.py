@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.checkpointing import PeriodicCheckpointer
-from hooktrain.engine.train_loop import HookBase
 from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
-from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.utils import comm
 
 

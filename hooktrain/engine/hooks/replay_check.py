@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.random import fork_rng
 
-from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name

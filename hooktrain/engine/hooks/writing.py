@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from hooktrain.engine.train_loop import HookBase
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import CommonMetricPrinter, EventWriter
 from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.logger import pretty_seconds, show_progress

@@ -1,0 +1,71 @@
+"""The base class of hooks: what a trainer calls around its steps."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
+
+State: TypeAlias = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+class HookBase:
+    """Something that happens around the steps of a trainer.
+
+    A subclass overrides the events that it needs::
+
+        hook.before_train()
+        for iter in range(start_iter, max_iter):
+            hook.before_step()
+            trainer.run_step()    # calls hook.after_backward() before the update
+            hook.after_step()
+        hook.after_train()
+
+    Register a hook on every rank. One that only the main process has must not call collectives.
+
+    Attributes:
+        trainer: a weak proxy of the trainer. ``register_hooks`` sets it.
+        key: the hook's name in checkpoints; None takes the name of its class.
+        on_every_rank: whether all ranks have the hook. It is known from ``before_train`` on.
+        needs_every_rank: whether the hook calls collectives. A run refuses such a hook if only
+            some ranks have it.
+    """
+
+    trainer: Any = None
+    key: str | None = None
+    on_every_rank: bool = True
+    needs_every_rank: bool = False
+
+    def before_train(self) -> None:
+        """Called once before the first iteration."""
+
+    def after_train(self) -> None:
+        """Called once at the end, also after an error."""
+
+    def before_step(self) -> None:
+        """Called before each iteration."""
+
+    def after_backward(self) -> None:
+        """Called before each update, when the gradients are there."""
+
+    def after_step(self) -> None:
+        """Called after each iteration."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a resumed run needs, in tensors and plain types."""
+        return {}
+
+    def check_state_dict(self, state_dict: State) -> None:
+        """Raise a ValueError if ``load_state_dict`` could not load a state; change nothing.
+
+        A resume asks all hooks, on all ranks, before it loads anything.
+        """
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load what ``state_dict`` returned."""
+        logger.warning(
+            "%s saves a state but has no load_state_dict, so it starts anew",
+            type(self).__qualname__,
+        )
