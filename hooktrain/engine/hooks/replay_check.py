@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from statistics import mode
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,15 +22,19 @@ from hooktrain.utils.env import determinism
 from hooktrain.utils.periods import Period
 from hooktrain.utils.tensors import compute_device, is_sharded, local_tensor
 
+Rows: TypeAlias = Iterable[tuple[str, Tensor]]  # named tensors of one dimension
+
 _DIFFERS = (
-    "iteration %d makes no update: it was computed twice, and a loss, a buffer or the gradient of "
-    "a parameter differs: %s. In the first check of a run, suspect a step that is not "
-    "deterministic%s; after that, the machine. Where ranks exchange gradients, it is the rank "
-    "whose loss or buffer differs"
+    "iteration %d makes no update: it was computed twice, and what these ranks have computed "
+    "differs: %s. In the first check of a run, suspect a step that is not deterministic%s; after "
+    "that, the machine: go on from the last checkpoint on another one. Ranks exchange gradients, "
+    "and shards of weights: suspect first a rank whose weights or buffers differ, then one whose "
+    "loss does"
 )
 _REPLICAS = (
-    "the weights of the ranks differ: their bytes add up to %d, but not on the ranks %s. Of two "
-    "ranks either may be wrong. Go on from a checkpoint before that, on another machine"
+    "the weights of the ranks differ in iteration %d: their bytes add up to %d, but not on the "
+    "ranks %s. Of two ranks either may be wrong. On another machine, go on from a checkpoint that "
+    "is older than that by a period of this check and one of the metrics"
 )
 
 
@@ -46,7 +50,8 @@ class ReplayCheck(HookBase):
     What both passes share shows no difference, such as a weight that changed before. So a check
     also adds the bytes of the weights that each rank has as a whole. The sum travels with the
     metrics: the next exchange (``gather_metric_period``), which also comes before each checkpoint,
-    ends the run if a rank has another one. Shards and buffers differ anyway, and are left out.
+    ends the run if a rank has another one. Shards and buffers differ anyway, and are left out: a
+    shard that changed before a check is not found.
 
     A check costs a forward and a backward pass, and memory for another set of gradients.
 
@@ -82,7 +87,8 @@ class ReplayCheck(HookBase):
         trainer = self.trainer
         del trainer.compute_gradients  # the method of its class is there again
         model = unwrap_model(trainer.model)
-        self._compare_ranks(model)
+        weights = list(_weights(model))
+        self._compare_ranks(model, weights)
         taken = [next(batches) for _ in range(trainer.batches_per_step)]
         # Copies, since a model may change its batch, and so may broken memory.
         again, buffers = copy.deepcopy((taken, list(model.buffers())))
@@ -93,44 +99,56 @@ class ReplayCheck(HookBase):
             result = trainer.compute_gradients(iter(taken))
         random.setstate(states[0])
         np.random.set_state(states[1])
-        first = list(_rows(model, result[0]))
+        first = list(_computed(model, result[0]))
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         for wrapper in wrappers_by_name(trainer.optim_wrapper).values():
             wrapper.inner_count -= wrapper.accumulative_counts
-        second = _rows(model, trainer.compute_gradients(iter(again))[0])
-        texts = comm.on_all_ranks(partial(_difference, first, second))
-        found = list(filter(None, texts))
+        second = _computed(model, trainer.compute_gradients(iter(again))[0])
+
+        def look() -> str:
+            text = _difference(first, second)
+            # Then a weight may have changed; else it need not be read once more.
+            return text and (_difference(weights, _weights(model)) or text)
+
+        found = list(filter(None, comm.on_all_ranks(look)))
         if found:
             raise RuntimeError(_DIFFERS % (trainer.iter, found[:8], determinism()))
         return result
 
-    def _compare_ranks(self, model: nn.Module) -> None:
+    def _compare_ranks(self, model: nn.Module, weights: Rows) -> None:
         """Let the next exchange compare the weights that every rank has as a whole."""
-        total = 0
-        for parameter in model.parameters():
+        own = 0
+        for parameter, (_, number) in zip(model.parameters(), weights, strict=True):
             if not is_sharded(parameter):
-                row = parameter.detach().flatten().view(torch.uint8)
-                total += int(row.sum())  # host-device synchronisation
-        self.trainer.compare_ranks(total, partial(_name_ranks, total))
+                own += int(number)  # host-device synchronisation
+        where = self.trainer.iter
+        self.trainer.compare_ranks(own, partial(_name_ranks, where, own))
 
 
-def _name_ranks(own: int) -> None:
+def _name_ranks(iteration: int, own: int) -> None:
     """Name the ranks whose sums differ from most. A collective."""
     sums = comm.all_gather(own)
     others = [rank for rank, each in enumerate(sums) if each != mode(sums)]
-    raise RuntimeError(_REPLICAS % (mode(sums), others))
+    raise RuntimeError(_REPLICAS % (iteration, mode(sums), others))
 
 
-def _rows(model: nn.Module, losses: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: nn.Module) -> Rows:
+    """A number for the weights of each parameter on this rank; it takes no memory."""
+    for name, parameter in model.named_parameters():
+        row = local_tensor(parameter.detach()).flatten().view(torch.uint8)
+        yield f"the sum of the bytes of {name}", row.sum(0, keepdim=True)
+
+
+def _computed(model: nn.Module, losses: dict[str, Tensor]) -> Rows:
     """Copies of what a step computes on this rank. What DDP does not average comes first."""
-    gradients = ((name, each.grad) for name, each in model.named_parameters())
+    gradients = ((f"{name}.grad", p.grad) for name, p in model.named_parameters())
     for name, each in chain(losses.items(), model.named_buffers(), gradients):
         if each is not None:
             yield name, local_tensor(each.detach()).flatten().clone()
 
 
-def _difference(first: Iterable[Any], second: Iterable[Any]) -> str:
+def _difference(first: Rows, second: Rows) -> str:
     """The first number whose bits differ, with both values; "" if there is none."""
     for (name, before), (_, after) in zip(first, second, strict=True):
         wrong = before.view(torch.uint8) != after.view(torch.uint8)

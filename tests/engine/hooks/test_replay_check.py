@@ -97,7 +97,8 @@ def end_of(
     del state["meta"]
     for name in ("data_time", "rank_data_time"):
         state["storage"]["metrics"].pop(name, None)
-    gradients = [p.grad for p in model.parameters()]
+    # Their bits, since where float16 overflows they are NaN.
+    gradients = [local_tensor(p.grad).view(torch.int32) for p in model.parameters()]
     found = (dict(model.state_dict()), state, drawn, gradients)
 
     def local(_: Any, leaf: Any) -> Any:
@@ -153,7 +154,7 @@ class Flipping(SimpleTrainer):
         model: Any = self.model
         model = getattr(model, "module", model)
         if self.is_now("weight"):
-            flip(model.last.weight)
+            flip(local_tensor(model.last.weight))
         if self.is_now("gradient"):
             flip(local_tensor(model.fc.weight.grad))
         if self.is_now("buffer"):
@@ -167,6 +168,7 @@ def failure_of(
     what: str,
     rank: int,
     *hooks: Any,
+    wrapper: Callable[[Any], Any] = plain,
     wrap: Any = None,
     kind: Any = None,
     **options: Any,
@@ -177,7 +179,7 @@ def failure_of(
     if wrap is not None:
         model = wrap(model)
     loader = batches(40, 6)[comm.get_rank() :: comm.get_world_size()]
-    trainer = (kind or Flipping)(model, loader, plain(model), **options)
+    trainer = (kind or Flipping)(model, loader, wrapper(model), **options)
     trainer.what, trainer.rank = what, rank
     trainer.seed = 3
     updates: list[Tensor] = []
@@ -193,9 +195,9 @@ def failure_of(
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("gradient", "fc.weight has"),
+        ("gradient", "fc.weight.grad has"),
         ("batch", "loss_a has"),
-        ("weight", "loss_a has"),
+        ("weight", "the sum of the bytes of last.weight has"),
         ("buffer", "bn.running_mean has"),
         ("loss", "loss_b has"),
     ],
@@ -209,38 +211,49 @@ def test_a_bit_that_flips_ends_the_run_before_the_update(what: str, named: str) 
     assert failure_of(what, 0, ReplayCheck(3)) == ("", 20, True)  # between two checks
 
 
+FLIPS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("gradient", accumulating),
+    ("batch", plain),
+    ("weight", in_bf16),
+    ("buffer", in_fp16),
+]
+
+
 def on_two_ranks() -> list[Any]:
     """Everything that needs ranks, in one start of the processes."""
+    found = []
     for wrap in (DistributedDataParallel, shard_model):
-        for wrapper in (plain, accumulating, in_bf16):
+        for wrapper in (plain, accumulating, in_bf16, in_fp16):
             once = end_of(wrapper, False, wrap=wrap)
             assert_equal(end_of(wrapper, False, ReplayCheck(1), wrap=wrap), once)
-    found = []
-    for rank in (0, 1):
-        for what in ("gradient", "batch", "weight", "buffer"):
-            wrap = DistributedDataParallel
-            found.append(
-                (rank, what, failure_of(what, rank, ReplayCheck(2), wrap=wrap))
-            )
-        wrap = shard_model
-        found.append(
-            (rank, "gradient", failure_of("gradient", rank, ReplayCheck(2), wrap=wrap))
-        )
+        for rank in (0, 1):
+            for what, wrapper in FLIPS:
+                told = failure_of(
+                    what, rank, ReplayCheck(2), wrapper=wrapper, wrap=wrap
+                )
+                found.append((wrap.__name__, rank, what, *told))
     return found
 
 
 def test_each_of_two_ranks_is_named_by_both_and_good_ones_keep_their_bits() -> None:
     first, second = run_ranks(on_two_ranks, 2)
     assert first == second
-    for rank, what, (text, updates, unchanged) in first:
+    for wrap, rank, what, text, updates, unchanged in first:
         assert (updates, unchanged) == (4, True)
-        if what in ("gradient", "buffer"):
-            name = {"gradient": "fc.weight", "buffer": "bn.running_mean"}[what]
-            assert f"rank {rank}: {name} has" in text
+        own, other = {
+            "gradient": ("fc.weight.grad", ""),
+            "buffer": ("bn.running_mean", ""),
+            # The others see it in the gradient that is averaged.
+            "batch": ("loss_a", "fc.weight.grad"),
+            "weight": ("the sum of the bytes of last.weight", "fc.weight.grad"),
+        }[what]
+        if (wrap, what) == ("shard_model", "weight"):  # they compute with this shard
+            other = "loss_a"
+        assert f"rank {rank}: {own} has" in text
+        if other:
+            assert f"rank {1 - rank}: {other} has" in text
+        else:
             assert f"rank {1 - rank}" not in text
-        else:  # the others see it in the gradient that is averaged
-            assert f"rank {rank}: loss_a has" in text
-            assert f"rank {1 - rank}: fc.weight has" in text
 
 
 class OwnGenerator(Noisy):
@@ -309,5 +322,6 @@ def test_ranks_that_have_other_weights_know_it_at_their_next_exchange() -> None:
     assert more == [without, calls]  # no further exchange for it
     for text, updates in first[4:]:
         assert "weights of the ranks differ" in text
+        assert "in iteration 6:" in text  # the last check before the exchange
         assert "on the ranks [1]" in text
         assert updates == 7  # the eighth has exchanged
