@@ -83,7 +83,7 @@ SIGNATURES = {
     "events.JSONWriter": "json_file, window_size=20",
     "events.TensorboardXWriter": "log_dir, window_size=20, **kwargs",
     "utils.comm.all_gather": "data, group=None",
-    "utils.comm.create_local_process_group": "num_workers_per_machine",
+    "compat.detectron2.create_local_process_group": "num_workers_per_machine",
     "compat.detectron2.gather": "data, dst=0, group=None",
     "compat.detectron2.reduce_dict": "input_dict, average=True",
     "utils.env.seed_all_rng": "seed=None",
@@ -172,7 +172,8 @@ evaluation.DatasetEvaluator: evaluate reset
 """
 FUNCTIONS = """
 events: get_event_storage has_event_storage
-utils.comm: get_local_process_group get_local_rank get_local_size get_rank get_world_size
+compat.detectron2: get_local_process_group
+utils.comm: get_local_rank get_local_size get_rank get_world_size
 utils.comm: is_main_process shared_random_seed synchronize
 utils.collect_env: collect_env_info
 """

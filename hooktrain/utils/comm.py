@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 # The keys are default groups, so that no entry outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
-_local_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 # The rank on the machine, and how many ranks it has.
 _local_parts: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 _data_shares: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -71,56 +70,28 @@ def _data_share() -> tuple[int, int]:
     return _data_shares.get(dist.group.WORLD, own)
 
 
-def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Say which ranks share a machine, where neither ``launch()`` nor torchrun has said so.
-
-    :func:`get_local_process_group` makes the group when it is called first.
-
-    Args:
-        num_workers_per_machine: how many successive ranks run on each machine. The last one may
-            have fewer.
-    """
-    rank = get_rank() % num_workers_per_machine
-    first = get_rank() - rank
-    set_local_part(rank, min(num_workers_per_machine, get_world_size() - first))
-
-
 def set_local_part(rank: int, size: int) -> None:
-    """Set the place of this process on its machine, as a launcher knows it.
+    """Set the place of this process on its machine, where nobody has set ``LOCAL_RANK``.
 
     Args:
         rank: its number on the machine, from 0. Ranks of a machine follow each other.
         size: how many ranks the machine has.
     """
     _local_parts[dist.group.WORLD] = (rank, size)
-    _local_groups.pop(dist.group.WORLD, None)
 
 
-def get_local_process_group() -> ProcessGroup:
-    """The process group of this machine. The first call is collective.
+def local_part() -> tuple[int, int]:
+    """What :func:`set_local_part` has set; 0 and 1 for a single process.
 
     Raises:
-        RuntimeError: if it is unknown which ranks share a machine.
+        RuntimeError: if nobody has set it.
     """
-    world = dist.group.WORLD
-    rank, size = _local_part()
-    if world not in _local_groups:
-        first = get_rank() - rank
-        # Each rank makes the group of its own machine only: NCCL splits its communicator
-        # for each group that a rank makes.
-        _local_groups[world] = dist.new_group(  # type: ignore[assignment, unused-ignore]
-            range(first, first + size), use_local_synchronization=True
-        )
-    return _local_groups[world]
-
-
-def _local_part() -> tuple[int, int]:
     if get_world_size() == 1:
         return 0, 1
     if dist.group.WORLD not in _local_parts:
         raise RuntimeError(
             "it is unknown which ranks share a machine: start them by launch() or torchrun, or "
-            "call comm.create_local_process_group()"
+            "call comm.set_local_part()"
         )
     return _local_parts[dist.group.WORLD]
 
@@ -129,14 +100,14 @@ def get_local_rank() -> int:
     """The rank of this process on its machine: torchrun's, or else what its launcher has said."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return _local_part()[0]
+    return local_part()[0]
 
 
 def get_local_size() -> int:
     """The number of processes on this machine: torchrun's, or else what its launcher has said."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
-    return _local_part()[1]
+    return local_part()[1]
 
 
 def synchronize() -> None:

@@ -214,8 +214,7 @@ def threads_before_and_after() -> tuple[bool, int]:
     model(torch.ones(1, 2)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step()  # imports modules that know process groups
-    comm.create_local_process_group(2)
-    comm.get_local_process_group()
+    dist.new_group([0, 1])
     before = threads_of_gloo()
     del model
     leave_processes()

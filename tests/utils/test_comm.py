@@ -61,36 +61,21 @@ def test_maxima_and_sums_are_the_same_on_any_number_of_ranks() -> None:
         assert found == first[: 7 - rank]
 
 
-def visit_local_groups() -> None:
+def visit_local_parts() -> None:
     rank = comm.get_rank()
-    for ask in (comm.get_local_rank, comm.get_local_size, comm.get_local_process_group):
+    for ask in (comm.get_local_rank, comm.get_local_size):
         with pytest.raises(RuntimeError, match=r"launch\(\)"):
             ask()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "7")
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         assert (comm.get_local_rank(), comm.get_local_size()) == (7, 8)
-    comm.create_local_process_group(3)  # the last machine has one
-    machines = [[0, 1, 2], [3]]
-    mine = machines[rank // 3]
-    assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 3, len(mine))
-    assert dist.get_process_group_ranks(comm.get_local_process_group()) == mine
-    before = len(dist.distributed_c10d._world.pg_map)
-    comm.create_local_process_group(2)
+    comm.set_local_part(rank % 2, 2)
     assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 2, 2)
-    machine = rank // 2 * 2
-    assert (
-        len(dist.distributed_c10d._world.pg_map) == before
-    )  # no group until it is used
-    both = comm.all_gather(rank, comm.get_local_process_group())
-    assert both == [machine, machine + 1]
-    assert comm.get_local_process_group() is comm.get_local_process_group()
-    comm.create_local_process_group(4)
-    assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 4)
 
 
-def test_local_groups_are_machines() -> None:
-    run_ranks(visit_local_groups, WORLD_SIZE)
+def test_a_rank_has_a_place_on_its_machine() -> None:
+    run_ranks(visit_local_parts, WORLD_SIZE)
 
 
 def test_a_number_on_a_device_is_exchanged_there_by_the_runs_own_group(
@@ -134,8 +119,8 @@ def visit_three_groups(folder: str) -> None:
             "cpu:gloo", init_method=url, rank=place, world_size=WORLD_SIZE
         )
         with pytest.raises(RuntimeError, match="share a machine"):
-            comm.get_local_process_group()
-        comm.create_local_process_group(WORLD_SIZE)
+            comm.get_local_rank()
+        comm.set_local_part(place, WORLD_SIZE)
         comm.synchronize()
         assert comm.all_gather(rank) == order
         assert comm.broadcast(rank) == order[0]

@@ -41,7 +41,9 @@ from hooktrain.compat.detectron2.checkpoint import (
     DetectionCheckpointer as DetectionCheckpointer,
 )
 from hooktrain.compat.detectron2.collectives import (
+    create_local_process_group as create_local_process_group,
     gather as gather,
+    get_local_process_group as get_local_process_group,
     reduce_dict as reduce_dict,
 )
 from hooktrain.compat.detectron2.config import (
