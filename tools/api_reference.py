@@ -27,7 +27,10 @@ def exports(package: ModuleType) -> list[str]:
     names = [info.name for info in pkgutil.iter_modules(package.__path__)]
     for name, value in vars(package).items():
         is_known = name.startswith("_") or name in names
-        if not is_known and not ismodule(value):
+        # Names of other packages, such as Tensor, come along with an `import *`.
+        home = str(getattr(value, "__module__", hooktrain.__name__))
+        is_own = home.startswith(hooktrain.__name__) and not ismodule(value)
+        if is_own and not is_known:
             names.append(name)
     return names
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from loading import load_tool
 
 from hooktrain import checkpoint, engine, utils
+from hooktrain.compat import detectron2
 from hooktrain.utils.names import locate
 
 reference = load_tool("api_reference")
@@ -19,6 +20,11 @@ def test_the_page_of_a_package_has_what_people_import_from_it() -> None:
     assert {"SimpleTrainer", "HookBase", "hooks", "train_loop"} <= {*names}
     assert len(names) == len({*names})
     assert {"comm", "logger"} <= {*reference.exports(utils)}
+    ported = {*reference.exports(detectron2)}
+    assert "DefaultTrainer" in ported
+    assert (
+        not {"Any", "Path", "Tensor"} & ported
+    )  # they are nobody's to import from there
 
 
 def test_references_name_what_there_is() -> None:
