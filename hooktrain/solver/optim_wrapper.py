@@ -268,6 +268,7 @@ class OptimWrapper:
             logger.warning("Saved without the gradients that are being accumulated")
         state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
         state["inner_count"] = self.inner_count
+        # Host-device synchronisation, in a save, where a scaler counts on a device.
         state["skipped_updates"] = int(self.skipped_updates)
         return state
 

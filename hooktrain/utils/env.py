@@ -83,7 +83,8 @@ def seed_step(seed: int, iteration: int, rank: int, event: str = "step") -> None
     module = device_module()
     # Some kinds of device (mps) have no state of being uninitialised.
     if module is not None and getattr(module, "is_initialized", lambda: True)():
-        module.manual_seed(for_device)
+        # A model may lie on another device than the current one, or on several.
+        getattr(module, "manual_seed_all", module.manual_seed)(for_device)
 
 
 @cache

@@ -241,7 +241,8 @@ def to_device(data: Any, device: torch.device) -> Any:
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
         if not callable(getattr(leaf, "to", None)):
             return leaf
-        if isinstance(leaf, Tensor) and device.type == "cuda":
+        # A stream cannot hold the memory of a sparse tensor.
+        if getattr(leaf, "layout", None) is torch.strided and device.type == "cuda":
             return _copy_beside(leaf, device)
         try:
             return leaf.to(device, non_blocking=device.type != "cpu")

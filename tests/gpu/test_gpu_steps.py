@@ -23,8 +23,9 @@ from card import (
     pinned,
     register_all,
 )
+from equality import assert_equal
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA
+from hooktrain.engine.hooks import EMA, ReplayCheck
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper
 from toys import sgd
@@ -157,6 +158,28 @@ def test_evaluations_do_not_take_more_memory_each_time() -> None:
         inference_on_dataset(model, data, None)
         held.append(torch.cuda.memory_reserved())
     assert held[-1] == held[2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_that_is_computed_twice_has_the_same_bits(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ends = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for hooks in ([], [ReplayCheck(2)]):
+            model = Perceptron(64, 2, dropout=0.1).to(DEVICE)
+            wrapper = wrap(model, dtype, accumulative_counts=2)
+            trainer = SimpleTrainer(model, cycle(pinned(4, 32, 64)), wrapper)
+            trainer.seed = 0
+            trainer.register_hooks(hooks)
+            trainer.train(max_iter=10)
+            losses = trainer.storage.history("total_loss").values()
+            ends.append((dict(model.state_dict()), losses))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_equal(*ends)
 
 
 @needs_card

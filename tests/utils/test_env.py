@@ -87,9 +87,10 @@ def test_bits_of_any_two_generators_steps_or_ranks_are_uncorrelated() -> None:
 
 
 class FakeDevice(list[int]):
-    """Stands for `torch.cuda`, perhaps not in use yet; a list of its seeds."""
+    """Stands for `torch.cuda`, perhaps not in use yet; a list of the seeds of all devices."""
 
-    manual_seed = list.append
+    manual_seed = None  # of the current one only; the model may lie on another
+    manual_seed_all = list.append
 
     def __init__(self, initialized: bool) -> None:
         self.is_initialized = lambda: initialized

@@ -119,6 +119,18 @@ def test_all_copies_to_a_cuda_device_share_a_stream(
     assert used == [1] * 6
 
 
+class RemoteAndSparse(Remote):
+    layout = torch.sparse_coo
+
+    def record_stream(self, stream: Any) -> None:
+        raise NotImplementedError  # as torch does
+
+
+def test_a_sparse_batch_moves_to_a_cuda_device_without_a_stream_of_its_own() -> None:
+    batch = torch.zeros(2).as_subclass(RemoteAndSparse)
+    assert mover_to(OnCuda())([batch])[0] is batch
+
+
 def test_an_offloaded_model_computes_on_the_device_of_its_mesh() -> None:
     model = nn.Linear(2, 2)
     offloaded: Any = model.weight

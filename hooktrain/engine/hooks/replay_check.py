@@ -96,15 +96,17 @@ class ReplayCheck(HookBase):
         devices = [] if device.type == "cpu" else [device]
         states = random.getstate(), np.random.get_state()
         with fork_rng(devices, device_type=device.type):
-            result = trainer.compute_gradients(iter(taken))
+            losses, data_time = trainer.compute_gradients(iter(taken))
         random.setstate(states[0])
         np.random.set_state(states[1])
-        first = list(_computed(model, result[0]))
+        first = list(_computed(model, losses))
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         for wrapper in wrappers_by_name(trainer.optim_wrapper).values():
             wrapper.inner_count -= wrapper.accumulative_counts
-        second = _computed(model, trainer.compute_gradients(iter(again))[0])
+        # With CUDA graphs these take the place of the first ones.
+        losses, _ = trainer.compute_gradients(iter(again))
+        second = _computed(model, losses)
 
         def look() -> str:
             text = _difference(first, second)
@@ -114,7 +116,7 @@ class ReplayCheck(HookBase):
         found = list(filter(None, comm.on_all_ranks(look)))
         if found:
             raise RuntimeError(_DIFFERS % (trainer.iter, found[:8], determinism()))
-        return result
+        return losses, data_time
 
     def _compare_ranks(self, model: nn.Module, weights: Rows) -> None:
         """Let the next exchange compare the weights that every rank has as a whole."""

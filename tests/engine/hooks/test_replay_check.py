@@ -256,6 +256,31 @@ def test_each_of_two_ranks_is_named_by_both_and_good_ones_keep_their_bits() -> N
             assert f"rank {1 - rank}" not in text
 
 
+class Overwriting(SimpleTrainer):
+    """Its losses are overwritten by the next ones, as CUDA graphs do that."""
+
+    before: Any = ()
+
+    def compute_gradients(self, batches: Any) -> Any:
+        for loss in self.before:
+            loss.detach().fill_(float("nan"))
+        result = super().compute_gradients(batches)
+        self.before = list(result[0].values())
+        return result
+
+
+def test_losses_may_take_the_place_of_those_of_the_first_computation() -> None:
+    losses = []
+    for hooks in ([], [ReplayCheck(2)]):
+        model = Noisy()
+        trainer = Overwriting(model, batches(10, 6), plain(model))
+        trainer.seed = 3
+        trainer.register_hooks(hooks)
+        trainer.train(max_iter=10)
+        losses.append(trainer.storage.history("total_loss").values())
+    assert losses[0] == losses[1]
+
+
 class OwnGenerator(Noisy):
     """Draws from a generator that nobody seeds."""
 
