@@ -410,7 +410,8 @@ class EarlyStopping(HookBase):
         """Stop a resumed run that had stopped, unless its patience was raised."""
         if not any(isinstance(hook, EvalHook) for hook in self.trainer._hooks):
             logger.warning(
-                "EarlyStopping needs the metric %r, and there is no EvalHook to give it",
+                "EarlyStopping: there is no EvalHook, so another hook or the model has to "
+                "record the metric %r",
                 self._metric,
             )
         self._stop_if_exhausted()

@@ -18,6 +18,7 @@ from hooktrain.solver import (
     LinearParamScheduler,
     OptimWrapper,
     OptimWrapperDict,
+    WarmupParamScheduler,
 )
 from toys import LinearLoss, Two, linear_trainer, sgd
 
@@ -262,6 +263,16 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
 
 
 # What is refused
+
+
+def test_a_warm_up_and_a_fall_are_no_mistakes(caplog: pytest.LogCaptureFixture) -> None:
+    falling = CosineParamScheduler(1.0, 0.0)
+    for schedule in (
+        WarmupParamScheduler(ConstantParamScheduler(1.0), 0.001, 0.1),
+        WarmupParamScheduler(falling, 0.001, 0.1),
+    ):
+        linear_trainer(LRScheduler(scheduler=schedule)).train(0, 20)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == []
 
 
 def test_epochs_without_a_length_are_refused_before_the_first_step() -> None:

@@ -341,6 +341,23 @@ def test_one_ranks_signal_ends_all_ranks_at_the_same_iteration(
     assert run_ranks(preempt_one_rank, 2, tmp_path, shards) == [(143, 7, 7)] * 2
 
 
+def preempt_a_rank_whose_weights_are_broken(folder: Path) -> bool:
+    def poison(trainer: Any) -> None:
+        if trainer.iter == 1 and comm.get_rank() == 1:
+            trainer.model.fc.weight.data.fill_(torch.nan)
+
+    hooks = signal_at(signal.SIGTERM, 1), CallbackHook(after_step=poison)
+    trainer = preemptible(folder, *hooks)
+    with pytest.raises(FloatingPointError, match=r"fc\.weight is nan"):
+        trainer.train(max_iter=20)
+    return (folder / "last_checkpoint").exists()
+
+
+def test_no_rank_saves_if_the_weights_of_one_are_broken(tmp_path: Path) -> None:
+    saved = run_ranks(preempt_a_rank_whose_weights_are_broken, 2, tmp_path)
+    assert saved == [False, False]
+
+
 def leave_while_the_main_process_writes(folder: Path) -> bool:
     left = folder / "left"
 
