@@ -44,7 +44,7 @@ from hooktrain.evaluation import (
     MetricEvaluator,
     inference_on_dataset,
 )
-from hooktrain.events import CommonMetricPrinter, JSONWriter
+from hooktrain.events import CommonMetricPrinter, EventWriter, JSONWriter
 from hooktrain.model import BaseModel
 from hooktrain.solver import (
     CosineParamScheduler,
@@ -262,13 +262,13 @@ def own_trainer() -> None:
     OwnTrainer(Net()).register_hooks([])
 
 
-def default_hooks_twice() -> None:
-    trainer = small()
+def default_hooks_twice(writer: Callable[[], EventWriter]) -> None:
+    model = Net()
+    trainer = SimpleTrainer(model, DATA, sgd(model))
     saver = Checkpointer(trainer.model, trainer=trainer)
     for _ in range(2):
-        writers = [JSONWriter("metrics.json")]
         options: Any = {"checkpointer": saver, "checkpoint_period": 2}
-        trainer.register_hooks(default_hooks(writers=writers, **options))
+        trainer.register_hooks(default_hooks(writers=[writer()], **options))
     trainer.train(max_iter=1)
 
 
@@ -422,7 +422,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(SkipNonFinite(), by=OwnStep), WARNING, r"\['SkipNonFinite'\] may"),
     (lambda: train(by=NoZeroGrad), WARNING, r"add up.*zero_grad\(\)"),
     (lambda: small().run_step(), RuntimeError, r"train\(\) calls run_step\(\)"),
-    (default_hooks_twice, ValueError, "registered twice"),
+    (
+        lambda: default_hooks_twice(lambda: JSONWriter("metrics.json")),
+        ValueError,
+        "registered twice",
+    ),
+    (lambda: default_hooks_twice(CommonMetricPrinter), WARNING, "registered twice"),
     (without_gradients, ValueError, "no_grad"),
     # Names of a configuration
     (configured(lr_multiplyer={}), ValueError, "did you mean 'lr_multiplier'"),
@@ -435,7 +440,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (configured({"ema": {"enabeld": True}}), ValueError, "train.ema.*'enabled'"),
     (configured({"amp": True}), TypeError, "train.amp must be a dict.*'enabled'"),
     (configured({"device": "x"}, lr_scheduler=CALL), ValueError, "WARNING.*lr_sched"),
-    (configured({"device": "cpu"}, model=LazyCall(Net)), TypeError, "not called"),
+    (
+        configured({"device": "cpu"}, model=LazyCall(Net)),
+        TypeError,
+        "Net'>. is not called",
+    ),
     (configured({"strategy": DDPStrategy}), TypeError, "a name or a LazyCall.*DDPStr"),
     (lambda: build_optimizer(FIXED_PARAMETERS, Net()), TypeError, "params.*generator"),
     # Lengths and periods

@@ -165,7 +165,8 @@ def restore_references(cfg: ConfigDict) -> ConfigDict:
     Returns:
         ``cfg`` itself.
     """
-    references = vars(cfg).pop("_references", {})
+    # A plain dict has none.
+    references = getattr(cfg, "__dict__", {}).pop("_references", {})
     for path, (text, value) in references.items():
         # A dict or list on the way may have been deleted.
         with suppress(KeyError, IndexError, TypeError):

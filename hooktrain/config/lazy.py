@@ -72,7 +72,10 @@ def instantiate(cfg: Any) -> Any:
 def _built(value: Any, path: tuple[Any, ...]) -> Any:
     kind = type(value)
     if isinstance(value, LazyCall):
-        raise TypeError(f"{dotted(path)}: LazyCall(...) is not called: add (...)")
+        raise TypeError(
+            f"LazyCall({value._target!r}) is not called ({dotted(path) or 'the config'}): "
+            "its arguments follow in parentheses"
+        )
     if kind in (list, tuple):
         items = []
         for index, item in enumerate(value):

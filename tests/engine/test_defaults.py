@@ -314,6 +314,14 @@ def test_setup_works_without_a_folder() -> None:
         close_logger()
 
 
+def test_setup_takes_a_plain_dict(folder: Path) -> None:
+    try:
+        default_setup({"train": {"seed": 3, "output_dir": str(folder)}}, {})
+    finally:
+        close_logger()
+    assert json.loads((folder / "config.json").read_text())["train"]["seed"] == 3
+
+
 def test_a_folder_in_use_by_another_run_is_refused(folder: Path) -> None:
     folder.mkdir()
     hold = "import sys; from hooktrain.utils.file_io import lock_folder as lock; "
