@@ -19,8 +19,8 @@ from torch import nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat.mmengine import StepTrainer
 from hooktrain.data import TrainingSampler
-from hooktrain.engine import StepTrainer
 from hooktrain.utils import comm
 from recipes import after_recipe
 from test_migrating import (

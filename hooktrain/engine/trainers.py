@@ -440,9 +440,6 @@ class StepTrainer(ModelTrainer):
     ``accumulative_counts`` counts calls of ``update_params``, and each update calls the hooks'
     ``after_backward``.
 
-    A model that returns both ``loss`` and ``log_vars``, as those for MMCV's runner do,
-    leaves the update to the trainer.
-
     The arguments are those of :class:`ModelTrainer`. Losses are checked after the update,
     and always before a checkpoint. Gradients are not saved: a resumed run is exact if no
     gradient is carried over from one step to the next.
@@ -492,14 +489,7 @@ class StepTrainer(ModelTrainer):
             raise TypeError(
                 f"train_step must return a dict of values to log: {type(outputs)}"
             )
-        if "log_vars" not in outputs:
-            return outputs
-        # What MMCV's runner and its optimizer hook do after a model's train_step.
-        log_vars = dict(outputs["log_vars"])
-        if "loss" in outputs:
-            self.optim_wrapper.update_params(outputs["loss"])
-            log_vars.setdefault("loss", outputs["loss"])
-        return log_vars
+        return outputs
 
     def after_train(self) -> None:
         """Release the wrappers, and call the hooks. Warn of gradients that made no update."""

@@ -67,7 +67,11 @@ from hooktrain.compat.mmengine.param_rules import (
 from hooktrain.compat.mmengine.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
 from hooktrain.compat.mmengine.param_scheduler import _ParamScheduler as _ParamScheduler
 from hooktrain.compat.mmengine.registry import get_registry
-from hooktrain.compat.mmengine.runner import MessageHub as MessageHub, Runner as _Runner
+from hooktrain.compat.mmengine.runner import (
+    MessageHub as MessageHub,
+    Runner as _Runner,
+    StepTrainer as StepTrainer,
+)
 from hooktrain.compat.mmengine.strategy import (
     BaseStrategy as BaseStrategy,
     DDPStrategy as DDPStrategy,

@@ -1,4 +1,4 @@
-"""What MMEngine's hooks and models know of a run: the runner and the message hub."""
+"""What hooks and models know of a run: MMEngine's runner and message hub, and MMCV's runner."""
 
 import logging
 import math
@@ -6,11 +6,31 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hooktrain import engine
 from hooktrain.checkpoint.files import storable
 from hooktrain.compat.mmengine.optim_wrapper import as_mmengine
 from hooktrain.events import get_event_storage, has_event_storage
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
+
+
+class StepTrainer(engine.StepTrainer):
+    """A :class:`hooktrain.engine.StepTrainer` that also does what MMCV's runner does.
+
+    If a model returns ``loss`` and ``log_vars``, the trainer makes the update. Of such a model the
+    ``log_vars`` are recorded, and nothing else that it returns.
+    """
+
+    def _call_step(self, data: Any) -> Mapping[str, Any]:
+        outputs = super()._call_step(data)
+        if "log_vars" not in outputs:
+            return outputs
+        log_vars = dict(outputs["log_vars"])
+        if "loss" in outputs:
+            self.optim_wrapper.update_params(outputs["loss"])
+            log_vars.setdefault("loss", outputs["loss"])
+        return log_vars
+
 
 # The names that a trainer has for attributes of a runner and its loop.
 _OURS = {
