@@ -22,6 +22,7 @@ which also cuts requests and answers.
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -40,7 +41,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import compare_revisions
 import fsspec
@@ -48,6 +49,7 @@ import torch
 from crash_scripts import BATCH_SIZE, ITERATIONS, SCRIPTS, Variant
 from crash_store import Proxy, environment, s3_server
 from tabulate import tabulate
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names, read_pointer
@@ -58,6 +60,8 @@ from hooktrain.utils import comm
 CONTEXT = multiprocessing.get_context("forkserver")
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 LIMIT_SECONDS = 120.0
+GRACE_SECONDS = 15.0  # for the processes that the first one leaves
+STACKS = signal.SIGQUIT  # asks a process for its stacks
 ERRORS = {"a full disk": 28, "an input/output error": 5, "a stale file handle": 116}
 
 # Faults by their name: how often each is drawn.
@@ -158,12 +162,39 @@ def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     with open(f"{folder}.log", "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.register(STACKS, file=2)  # of the copies of this process too
     torch.set_num_threads(1)
-    # Copies of this process: new interpreters would spend seconds on importing torch.
+    # New interpreters would spend seconds on importing torch.
     multiprocessing.set_start_method("fork", force=True)
     module: Any = sys.modules[launch.__module__]
-    module.start_processes = partial(module.start_processes, start_method="fork")
+    module.start_processes = start_copies
     launch(main, variant.ranks, args=(folder, variant, at_call))
+
+
+def start_copies(
+    function: Any, args: tuple[Any, ...], count: int, join: Literal[False] = False
+) -> ProcessContext:
+    """Start ranks that are copies of this process, and go on when all of them are there.
+
+    This process serves the store where they meet. When one connects, the thread of the store looks
+    up its name and holds a lock of the C library, which would stay locked in a copy made then.
+    """
+    reading, writing = os.pipe()
+    work = partial(begin_with_all, reading, writing, function)
+    context = start_processes(work, args, count, join, start_method="fork")
+    os.close(reading)
+    os.close(writing)
+    return context
+
+
+def begin_with_all(
+    reading: int, writing: int, function: Any, index: int, *args: Any
+) -> None:
+    """What a copy does: wait until every process has closed the pipe, then call the function."""
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)
+    function(index, *args)
 
 
 # In the process of the campaign.
@@ -282,12 +313,17 @@ def run(
 def end(process: Any) -> None:
     """Wait for the end of all processes of a training."""
     process.join(LIMIT_SECONDS)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + GRACE_SECONDS
     while (left := parents(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
+        for each in left:  # one after the other: they write to the same log
+            send(STACKS, [each])
+            time.sleep(0.2)
         kill(process.pid)
-        raise LostRunError(f"{len(left)} processes do not end")
+        raise LostRunError(
+            f"{len(left)} processes do not end; the log has their stacks"
+        )
 
 
 def damage(folder: Path, fault: str, draw: random.Random) -> None:

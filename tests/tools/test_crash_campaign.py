@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from processes import CONTEXT
+from processes import CONTEXT, wait_until
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
@@ -57,6 +58,39 @@ def test_runs_whose_machines_are_lost_go_on_from_their_store(
         list(pool.map(campaign.attempt, [1, 2]))  # the second with any number of ranks
     assert campaign.failures == []
     assert campaign.struck.total() >= 1
+
+
+def count_ranks(rank: int, folder: str) -> None:
+    """Write how many ranks are there when this one begins, and wait for the others."""
+    parent = os.getppid()
+    there = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    Path(folder, f"{len(there)}-{rank}").touch()
+    wait_until(lambda: len(os.listdir(folder)) == 4)
+
+
+def test_no_rank_begins_before_all_are_forked(tool: Any, tmp_path: Path) -> None:
+    ranks = (count_ranks, (str(tmp_path),), 4)
+    process = CONTEXT.Process(target=tool.start_copies, args=ranks)
+    process.start()
+    process.join()
+    assert sorted(os.listdir(tmp_path)) == ["4-0", "4-1", "4-2", "4-3"]
+
+
+def test_a_run_that_does_not_end_leaves_the_stacks_of_its_processes(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_ranks = tool.Variant("core", 2, 0, False, False)
+    hangs = tool.AtCall(0, seconds=1000.0)
+    run = (str(tmp_path / "out"), two_ranks, hangs)
+    process = CONTEXT.Process(target=tool.train, args=run)
+    process.start()
+    wait_until(lambda: len(tool.parents(process.pid)) == 3)
+    monkeypatch.setattr(tool, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(tool, "GRACE_SECONDS", 0.0)
+    with pytest.raises(tool.LostRunError, match="3 processes do not end"):
+        tool.end(process)
+    process.join()
+    assert (tmp_path / "out.log").read_text().count(" in launch\n") == 3
 
 
 def test_a_run_that_is_bent_is_reported(
