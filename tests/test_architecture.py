@@ -42,7 +42,7 @@ BUDGETS = {
     "engine": 7_735,
     "engine/hooks": 6_970,
     "evaluation": 2_500,
-    "events": 3_905,
+    "events": 3_940,
     "model": 3_450,
     "solver": 5_250,
     "strategy": 2_940,
@@ -51,7 +51,7 @@ BUDGETS = {
     "compat": 14_287,
     "demos": 7_480,
 }
-WHOLE = 49_980  # without compat and demos
+WHOLE = 50_015  # without compat and demos
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}

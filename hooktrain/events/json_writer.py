@@ -118,7 +118,12 @@ class JSONWriter(ScalarWriter):
             raise ValueError(f"two writers of {path!r}: are hooks registered twice?")
         if not comm.is_main_process():
             return
+        # A second file of the same name has kept what the run calls it.
+        key = f"the name of {path}"
+        self._kind = storage.info.get(key, self._path.name)
         super().rewind(iteration)
+        if self.name != self._path.name:
+            storage.info[key] = self.name
         data = b""
         if self._path.exists():
             lock_folder(self._path.parent)  # the lines may be another run's

@@ -246,6 +246,26 @@ def test_writers_of_one_name_go_on_each_by_itself(tmp_path: Path) -> None:
     assert logs[1] == [entry for entry in logs[0] if entry[1] > 5]
 
 
+def test_a_second_file_of_one_name_goes_on_without_the_first(tmp_path: Path) -> None:
+    def train(max_iter: int, *names: str) -> None:
+        put = CallbackHook(after_step=lambda t: t.storage.put_scalar("loss", 0.5))
+        trainer = Idle(put)
+        for name in names:
+            writer = JSONWriter(tmp_path / name / "metrics.json")
+            period = 9 if name == "seldom" else 1
+            trainer.register_hooks([PeriodicWriter([writer], period)])
+        saver = Checkpointer(nn.Linear(1, 1), tmp_path, trainer=trainer)
+        trainer.register_hooks([PeriodicCheckpointer(saver, 3)])
+        saver.resume_or_load("")
+        trainer.train(max_iter=max_iter)
+
+    train(3, "seldom", "often")
+    train(6, "often")
+    train(9, "often", "seldom")
+    rows = load_json_metrics(tmp_path / "often" / "metrics.json")
+    assert [row["iteration"] for row in rows] == list(range(9))
+
+
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.json"
     both = [JSONWriter(path), JSONWriter(tmp_path / "." / "metrics.json")]
