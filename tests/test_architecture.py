@@ -36,10 +36,10 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_355,
+    "checkpoint": 7_335,
     "config": 2_250,
     "data": 2_575,
-    "engine": 7_735,
+    "engine": 7_705,
     "engine/hooks": 6_970,
     "evaluation": 2_500,
     "events": 3_940,
@@ -51,7 +51,7 @@ BUDGETS = {
     "compat": 14_287,
     "demos": 7_480,
 }
-WHOLE = 50_015  # without compat and demos
+WHOLE = 50_003  # without compat and demos
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}

@@ -55,6 +55,7 @@ class TrainerBase:
         own_signal: the number of a signal that asks this process to end, or 0.
         signal: the highest such number of any rank, once all ranks know it.
         sync_period: the number of iterations from one exchange of the ranks to the next.
+        ends_period: whether the current iteration ends with an exchange, known before its hooks.
         clock: the seconds in the steps, by which periods such as "10 minutes" end.
         meta: plain values that each checkpoint holds, such as the configuration.
         state_parts: the names of the parts of the state that can be loaded alone.
@@ -75,6 +76,7 @@ class TrainerBase:
     own_signal: int = 0
     signal: int = 0
     sync_period: int = 20
+    ends_period: bool = False
     # The hooks whose before_train was called; None while nothing runs.
     _begun: list[HookBase] | None = None
     _broke_off = False  # inside an iteration
@@ -101,11 +103,6 @@ class TrainerBase:
     def is_last(self) -> bool:
         """Whether the current iteration is the last one of the run."""
         return self.iter == self.max_iter - 1
-
-    @property
-    def ends_period(self) -> bool:
-        """Whether the ranks exchange their metrics after the current iteration."""
-        return (self.iter + 1) % self.sync_period == 0
 
     # The loop.
 
@@ -224,6 +221,7 @@ class TrainerBase:
         assert self.seed is not None
         seed_step(self.seed, self.iter, self._rank)
         self._is_checked = False
+        self.ends_period = (self.iter + 1) % self.sync_period == 0
         self.storage.iter = self.iter
         self.clock.begin_step()
         for hook in self._hooks:
@@ -243,7 +241,8 @@ class TrainerBase:
         """Exchange metrics where a period ends, then call the hooks."""
         self.done = self.iter + 1
         self.clock.end_step()
-        if self.ends_period or self.is_last:
+        is_last = self.is_last
+        if self.ends_period or is_last:
             self.synchronize()
         self.clock.advance()
         for hook in self._hooks:
@@ -253,7 +252,7 @@ class TrainerBase:
             self._late_error = None
             self._broke_off = False
             raise error
-        self.succeeded = self.is_last
+        self.succeeded = is_last
 
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, and raise the first error."""

@@ -143,19 +143,21 @@ def broadcast(obj: T, src: int = 0) -> T:
     return box[0]
 
 
-def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(values: Tensor) -> Tensor:
     """Sum a tensor over all ranks, in place and on its device. Collective.
 
     Args:
-        values: a tensor of the same shape on every rank.
-        op: another ``torch.distributed.ReduceOp``, such as ``MAX``.
+        values: a contiguous tensor of the same shape on every rank.
 
     Returns:
         ``values``, which are the same on every rank to the last bit.
     """
-    if get_world_size() > 1:
-        group = object_group() if values.is_cpu else None
-        dist.all_reduce(values, op, group=group)
+    if get_world_size() == 1:
+        return values
+    if values.is_cpu:
+        max_and_sum(values.view(-1), maxima=0)
+    else:
+        dist.all_reduce(values)
     return values
 
 

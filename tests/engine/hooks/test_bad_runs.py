@@ -383,7 +383,7 @@ def print_where_it_hangs(folder: Path) -> None:
     with open(folder / str(rank), "w") as printed:
         os.dup2(printed.fileno(), 2)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "collectives_")
-    comm.all_reduce(torch.zeros(3, 5))
+    dist.all_reduce(torch.zeros(3, 5))
     if rank < 4:
         place = "waits" if rank != 1 else "hangs"
         report_hang("stands", f"Thread (most recent call first):\n in {place}", 2.0)
