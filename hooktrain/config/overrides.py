@@ -98,8 +98,9 @@ def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
             elsewhere.append(path)
     if elsewhere:
         hint = f"; there is {', '.join(elsewhere)}"
-    # What is added to a call is an argument of it. In other dicts nobody would read it.
-    if "_target_" in known_keys(container):
+    # What is added to a call is an argument of it, and at the top there may be hooks and writers.
+    # In other dicts nobody would read it.
+    if container is cfg or "_target_" in known_keys(container):
         hint += " (a + before the key adds it)"
     raise KeyError(f"the override {override!r}: the config has no {part!r}{hint}")
 

@@ -78,6 +78,7 @@ def test_list_items_and_arguments_are_set_by_their_index() -> None:
         ("+hooks.9=3", "no '9'"),
         ("train.max_iter.x=3", "no 'x'"),
         ("size.0=3", "no '0'"),
+        ("writers=[]", "a + before the key adds it"),
     ],
 )
 def test_a_wrong_key_suggests_the_nearest(override: str, message: str) -> None:
