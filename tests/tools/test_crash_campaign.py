@@ -21,9 +21,15 @@ TOOLS = Path(__file__).parent.parent.parent / "tools"
 def tool() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOOLS))
-        module = importlib.import_module("crash_campaign")
-        patch.setattr(module, "CONTEXT", CONTEXT)
-        yield module
+        campaign = importlib.import_module("crash_campaign")
+        for module in (campaign, importlib.import_module("crash_faults")):
+            patch.setattr(module, "CONTEXT", CONTEXT)
+        yield campaign
+
+
+@pytest.fixture(scope="module")
+def faults(tool: Any) -> Any:
+    return importlib.import_module("crash_faults")
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +74,27 @@ def count_ranks(rank: int, folder: str) -> None:
     wait_until(lambda: len(os.listdir(folder)) == 4)
 
 
-def test_no_rank_begins_before_all_are_forked(tool: Any, tmp_path: Path) -> None:
+def test_no_rank_begins_before_all_are_forked(faults: Any, tmp_path: Path) -> None:
     ranks = (count_ranks, (str(tmp_path),), 4)
-    process = CONTEXT.Process(target=tool.start_copies, args=ranks)
+    process = CONTEXT.Process(target=faults.start_copies, args=ranks)
     process.start()
     process.join()
     assert sorted(os.listdir(tmp_path)) == ["4-0", "4-1", "4-2", "4-3"]
 
 
 def test_a_run_that_does_not_end_leaves_the_stacks_of_its_processes(
-    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    faults: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two_ranks = tool.Variant("core", 2, 0, False, False)
-    hangs = tool.AtCall(0, seconds=1000.0)
+    two_ranks = faults.Variant("core", 2, 0, False, False)
+    hangs = faults.AtCall(0, seconds=1000.0)
     run = (str(tmp_path / "out"), two_ranks, hangs)
-    process = CONTEXT.Process(target=tool.train, args=run)
+    process = CONTEXT.Process(target=faults.train, args=run)
     process.start()
-    wait_until(lambda: len(tool.parents(process.pid)) == 3)
-    monkeypatch.setattr(tool, "LIMIT_SECONDS", 0.0)
-    monkeypatch.setattr(tool, "GRACE_SECONDS", 0.0)
-    with pytest.raises(tool.LostRunError, match="3 processes do not end"):
-        tool.end(process)
+    wait_until(lambda: len(faults.parents(process.pid)) == 3)
+    monkeypatch.setattr(faults, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(faults, "GRACE_SECONDS", 0.0)
+    with pytest.raises(faults.LostRunError, match="3 processes do not end"):
+        faults.end(process)
     process.join()
     assert (tmp_path / "out.log").read_text().count(" in launch\n") == 3
 
