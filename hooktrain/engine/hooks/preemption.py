@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _ONE_SIGNAL_SECONDS = 1.0  # in which a repeated signal counts as the same one
 _ASK_SECONDS = 10.0  # torchrun waits 30 between its signal and the kill
+# Who hears nothing in a long iteration would send a second one.
+_HEARD = b"\nThe run will save after the iteration, and end. A second signal ends it at once\n"
 
 
 class Preemption(HookBase):
@@ -144,6 +147,9 @@ class Preemption(HookBase):
         if not received:
             self._received_at = now
             self.trainer.own_signal = received = number
+            if comm.is_main_process():
+                with suppress(OSError):  # if stderr is closed
+                    os.write(2, _HEARD)
         is_child = os.getpid() != self._process  # of a fork
         is_another = number != received
         if is_child or is_another or now - self._received_at > _ONE_SIGNAL_SECONDS:

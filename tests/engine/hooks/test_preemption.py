@@ -61,7 +61,7 @@ def handlers() -> list[Any]:
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
 )
 def test_a_signal_saves_at_the_end_of_the_iteration(
-    tmp_path: Path, number: int, code: int
+    tmp_path: Path, number: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before, evaluated = handlers(), []
     evaluate = EvalHook(0, lambda: evaluated.append(True))
@@ -74,6 +74,7 @@ def test_a_signal_saves_at_the_end_of_the_iteration(
     assert pointer(tmp_path) == "model_0000005.pth"
     assert not (tmp_path / "model_final.pth").exists()
     assert handlers() == before
+    assert capfd.readouterr().err.count("A second signal ends it at once") == 1
 
 
 def test_of_two_hooks_the_first_one_listens(tmp_path: Path) -> None:
