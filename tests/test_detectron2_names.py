@@ -86,7 +86,7 @@ SIGNATURES = {
     "compat.detectron2.create_local_process_group": "num_workers_per_machine",
     "compat.detectron2.gather": "data, dst=0, group=None",
     "compat.detectron2.reduce_dict": "input_dict, average=True",
-    "utils.env.seed_all_rng": "seed=None",
+    "compat.detectron2.seed_all_rng": "seed=None",
     "compat.detectron2.create_small_table": "small_dict",
     "compat.detectron2.log_every_n_seconds": "lvl, msg, n=1, *, name=None",
     "compat.detectron2.log_first_n": "lvl, msg, n=1, *, name=None, key='caller'",

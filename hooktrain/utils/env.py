@@ -1,7 +1,5 @@
 """The seeds of the global generators of random numbers."""
 
-import logging
-import os
 import random
 from functools import cache, lru_cache
 from hashlib import blake2b
@@ -12,31 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
-logger = logging.getLogger(__name__)
-
 # Each generator of the CPU takes 32 bits.
 _FOUR_SEEDS = Struct("<IIII")
 
 
-def seed_all_rng(seed: int | None = None) -> int:
+def seed_all_rng(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch, on the CPU and on all devices.
 
     Args:
-        seed: from 0 to 2^32 - 1; None draws one from the operating system and logs it.
-
-    Returns:
-        The seed that was used.
+        seed: from 0 to 2^32 - 1.
 
     Raises:
         ValueError: if the seed is out of range; then nothing is seeded.
     """
-    if seed is None:
-        seed = int.from_bytes(os.urandom(4), "little")
-        logger.info("Seeding with the randomly drawn seed %d", seed)
     np.random.seed(seed)  # it comes first, since it refuses a seed that is out of range
     random.seed(seed)
     torch.manual_seed(seed)
-    return seed
 
 
 def seed_on_host(counter: int, *stream: int | str) -> int:

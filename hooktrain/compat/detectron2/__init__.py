@@ -29,7 +29,6 @@ from hooktrain.model import (
 from hooktrain.solver import *
 from hooktrain.utils.collect_env import collect_env_info as collect_env_info
 from hooktrain.utils.comm import *
-from hooktrain.utils.env import seed_all_rng as seed_all_rng
 from hooktrain.utils.logger import *
 from hooktrain.utils.names import locate as locate
 
@@ -70,6 +69,7 @@ from hooktrain.compat.detectron2.default_trainer import (  # type: ignore[assign
 from hooktrain.compat.detectron2.functions import (  # type: ignore[assignment]
     default_setup as default_setup,
     of_detectron2,
+    seed_all_rng as seed_all_rng,
     verify_results as verify_results,
 )
 from hooktrain.compat.detectron2.model_zoo import get_config as get_config

@@ -1,5 +1,7 @@
 """detectron2's functions that read its configurations, or have no counterpart here."""
 
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.compat.peers import of_peers
 from hooktrain.config import ConfigDict
 from hooktrain.engine import defaults
-from hooktrain.utils import comm
+from hooktrain.utils import comm, env
 from hooktrain.utils.file_io import atomic_write, temporary_path
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"  # of a tree, in the output folder
 
@@ -96,3 +100,11 @@ def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:
     """
     expected = cfg.TEST.EXPECTED_RESULTS if hasattr(cfg, "TEST") else cfg
     return evaluation.verify_results(expected, results) if expected else True
+
+
+def seed_all_rng(seed: int | None = None) -> None:
+    """Call :func:`hooktrain.utils.env.seed_all_rng`; None draws a seed, and logs it."""
+    if seed is None:
+        seed = int.from_bytes(os.urandom(4), "little")
+        logger.info("Seeding with the randomly drawn seed %d", seed)
+    env.seed_all_rng(seed)

@@ -1,4 +1,4 @@
-"""Helpers that log less often than they are called, a table and a stopwatch."""
+"""Helpers that log less often than they are called, a table, a stopwatch and a seed."""
 
 import logging
 import time
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hooktrain.compat.detectron2 import (
     _CURRENT_STORAGE_STACK,
@@ -19,6 +20,7 @@ from hooktrain.compat.detectron2 import (
     get_event_storage,
     log_every_n_seconds,
     log_first_n,
+    seed_all_rng,
     setup_logger,
     utils,
 )
@@ -167,3 +169,14 @@ def test_a_writer_has_the_name_that_subclasses_read(tmp_path: Path) -> None:
     writer = TensorboardXWriter(str(tmp_path))
     assert writer._writer is writer.summary_writer
     writer.close()
+
+
+def test_a_drawn_seed_is_new_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    seed_all_rng()
+    seed_all_rng()
+    first, second = (int(message.split()[-1]) for message in caplog.messages)
+    assert first != second
+    drawn = torch.rand(3)
+    seed_all_rng(second)
+    assert torch.equal(torch.rand(3), drawn)
