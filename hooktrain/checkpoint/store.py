@@ -282,7 +282,9 @@ class Store:
         """Delete those files of runs that are among the names."""
         try:
             for name in filter(_OF_A_RUN.fullmatch, names):
-                self._system.rm_file(f"{self._root}/{name}")
+                # A process that takes over may be writing a pointer with a later number.
+                if name.lstrip(".")[:16] <= self._pointer[:16]:
+                    self._system.rm_file(f"{self._root}/{name}")
         except Exception as error:
             message = "Old files stay in %s, which refuses to delete them: %r"
             logger.warning(message, self.address, error)

@@ -5,6 +5,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,6 +21,7 @@ from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, sources
 from hooktrain.checkpoint.store import StoreTakenError
 from hooktrain.utils import comm, timer
+from hooktrain.utils.file_io import atomic_write
 from processes import wait_until
 from s3 import s3_server
 from sharding_toys import full_state_dict, make_model, make_sharded
@@ -453,6 +455,32 @@ def test_a_pointer_that_is_written_when_another_machine_goes_on_changes_nothing(
         "model_0000059.pth",
         "pointer-00000002",
     ]
+
+
+def test_the_pointer_that_a_machine_is_writing_is_not_swept_by_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"file://{tmp_path}/store"
+    first = machine(tmp_path / "a", store)
+    first.begin_run(is_new=True)
+    save(first, 9)
+    assert resumed(tmp_path / "b", store) == 9
+    second = machine(tmp_path / "b", store)
+
+    @contextmanager
+    def written_late(path: str) -> Iterator[Any]:
+        monkeypatch.undo()
+        with atomic_write(path) as file:
+            save(first, 19)
+            yield file
+
+    monkeypatch.setattr("hooktrain.checkpoint.store.atomic_write", written_late)
+    second.begin_run()
+    with pytest.raises(StoreTakenError, match="another process"):
+        save(first, 29)
+    save(second, 39)
+    names = ["model_0000009.pth", "model_0000039.pth", "pointer-00000002"]
+    assert list(stored(store)) == names
 
 
 def test_a_store_that_refuses_to_delete_keeps_old_files_and_the_run_goes_on(
