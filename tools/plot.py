@@ -158,7 +158,8 @@ def picture(
             style = ".-" if len(line.values) < 30 else "-"
             color = f"C{place if line.run is None else line.run}"
             points = zip(*line.points, strict=True)
-            ax.plot(*points, style, color=color, label=label)
+            # Of equal lines the first one is seen.
+            ax.plot(*points, style, color=color, label=label, zorder=3 - place / 1000)
             if line.count > 1:
                 ax.plot(*zip(*line.values, strict=True), color=color, alpha=0.25)
         scale = "log" if log and spans_decades(panel) else "linear"
@@ -205,8 +206,8 @@ class Grid:
         low = min(shown)
         high = max(shown)
         rows = [[" "] * self.width for _ in range(ROWS)]
-        for mark, column in zip(marks, means, strict=True):
-            for x, y in column.items():
+        for mark, column in reversed([*zip(marks, means, strict=True)]):
+            for x, y in column.items():  # of equal ones the first one is seen
                 part = (high - y) / ((high - low) or 1)
                 rows[round(part * (ROWS - 1))][x] = mark
         drawn = [f"{'':12}{heading}"]

@@ -150,6 +150,22 @@ def test_in_a_terminal_it_is_drawn_by_characters() -> None:
     assert results.splitlines()[1] == "        99 +          *"
 
 
+def test_of_equal_lines_the_first_one_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [(0, 1.0), (10, 2.0)]
+    panels = {"results": {"AP": plot.Line(line), "APs": plot.Line(line)}}
+    drawn = plot.text(panels, "run", log=False, columns=34).split("* AP")[0]
+    assert drawn.count("*") == 2
+    heights = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.legend",
+        lambda ax, **_: heights.extend(line.get_zorder() for line in ax.lines),
+    )
+    plot.picture(panels, "run", tmp_path / "run.png", log=False)
+    assert heights[0] > heights[1]
+
+
 def test_a_closed_pipe_is_no_error(run: Path) -> None:
     command = f"{sys.executable} {plot.__file__} {run} --text | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
