@@ -134,7 +134,7 @@ class Preemption(HookBase):
         if not trainer.ends_period:
             if done < self._next_exchange:
                 return
-            trainer.synchronize()
+            trainer.synchronize()  # host-device synchronisation
         seconds = (clock.agreed - self._exchanged_at) / (done - self._exchanged)
         self._exchanged, self._exchanged_at = done, clock.agreed
         in_time = int(_ASK_SECONDS / max(seconds, 1e-6))
