@@ -1,0 +1,27 @@
+"""The base class of hooks."""
+
+from typing import Any
+
+import pytest
+
+from hooktrain.engine import HookBase
+from hooktrain.engine.hook_base import EVENTS
+
+
+def test_a_hook_overrides_only_what_it_needs() -> None:
+    hook = HookBase()
+    for event in EVENTS:
+        assert getattr(hook, event)() is None
+    assert hook.state_dict() == {}
+    hook.check_state_dict({"count": 3})
+
+
+def test_a_hook_that_saves_and_cannot_load_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class OnlySaves(HookBase):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 3}
+
+    OnlySaves().load_state_dict({"count": 3})
+    assert "OnlySaves" in caplog.text
