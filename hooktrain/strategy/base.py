@@ -151,8 +151,6 @@ class BaseStrategy:
             comm.set_data_part(self.rank, self.world_size)
         self._join_processes()
         self.device = environment.choose_device(self._wanted_device)
-        if settings.cudnn_benchmark:
-            torch.backends.cudnn.benchmark = True
         self._set_randomness(
             settings.seed, settings.diff_rank_seed, settings.deterministic
         )

@@ -369,8 +369,7 @@ class Environment:
         seed: see :func:`set_random_seed`; the same on all ranks.
         diff_rank_seed: seed each rank with the sum of the seed and its rank.
         deterministic: let torch use deterministic algorithms only, and raise an error
-            where there is none. It wins over ``cudnn_benchmark``.
-        cudnn_benchmark: let cuDNN try which algorithm is the fastest.
+            where there is none. cuDNN does not try which algorithm is the fastest then.
     """
 
     launcher: Launcher | None = None
@@ -379,4 +378,3 @@ class Environment:
     seed: int | None = None
     diff_rank_seed: bool = False
     deterministic: bool = False
-    cudnn_benchmark: bool = False

@@ -248,9 +248,8 @@ def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("benchmark", "deterministic"):
         monkeypatch.setattr(torch.backends.cudnn, name, False)
     try:
-        set_up(cudnn_benchmark=True)
-        assert torch.backends.cudnn.benchmark
-        set_up(cudnn_benchmark=True, deterministic=True)
+        torch.backends.cudnn.benchmark = True
+        set_up(deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark

@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import nn
 
 from hooktrain import strategy
@@ -121,6 +122,8 @@ class BaseStrategy(strategy.BaseStrategy):
             self.build_logger(**self._log_kwargs)
 
     def _setup_env(self, **env_kwargs: Any) -> None:
+        if env_kwargs.get("cudnn_benchmark"):
+            torch.backends.cudnn.benchmark = True
         self.environment = replace(self.environment, **_settings(env_kwargs))
         self.launcher = self.environment.launcher or self.launcher
         super().setup()
@@ -601,8 +604,8 @@ def _settings(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     flat = dict(env_kwargs)
     for group in ("randomness", "dist_cfg"):
         flat |= flat.pop(group, None) or {}
-    for ignored in ("mp_cfg", "resource_limit"):
-        flat.pop(ignored, None)
+    for other in ("mp_cfg", "resource_limit", "cudnn_benchmark"):
+        flat.pop(other, None)
     return flat
 
 

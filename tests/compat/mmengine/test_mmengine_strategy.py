@@ -225,12 +225,7 @@ def test_the_settings_of_mmengine_are_understood() -> None:
     }
     made = SingleDeviceStrategy(env_kwargs=env_kwargs)
     assert made.environment == Environment(
-        launcher="slurm",
-        backend="gloo",
-        timeout=90,
-        seed=1,
-        deterministic=True,
-        cudnn_benchmark=True,
+        launcher="slurm", backend="gloo", timeout=90, seed=1, deterministic=True
     )
     assert made.randomness == {
         "seed": 1,
@@ -241,6 +236,15 @@ def test_the_settings_of_mmengine_are_understood() -> None:
     assert flat.environment == Environment(seed=2)
     with pytest.raises(TypeError, match="'bakend'"):
         SingleDeviceStrategy(env_kwargs={"dist_cfg": {"bakend": "gloo"}})
+
+
+def test_cudnn_tries_its_algorithms_if_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    env_kwargs = {"cudnn_benchmark": True}
+    SingleDeviceStrategy(device="cpu", env_kwargs=env_kwargs).setup()
+    assert torch.backends.cudnn.benchmark
 
 
 def test_the_environment_is_told(made: SingleDeviceStrategy) -> None:
