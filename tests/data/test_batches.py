@@ -176,14 +176,25 @@ class Undivided(IterableDataset[int]):
         return iter(range(10))
 
 
-@pytest.mark.parametrize(("data", "count"), [(Undivided(), 1), (Numbers(), 0)])
+@pytest.mark.parametrize(
+    ("data", "workers", "count"),
+    [(Undivided(), 2, 1), (Numbers(), 2, 0), ([7] * 10, 1, 0), ([7] * 10, 0, 0)],
+)
 def test_workers_that_read_the_same_are_told_once_how_to_share(
-    data: IterableDataset[int], count: int, caplog: pytest.LogCaptureFixture
+    data: Any, workers: int, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batches = Batches(DataLoader(data, 2, num_workers=2))
-    read = [batch.tolist() for batch in islice(batches, 12)]
-    assert len(read) == 12
-    assert caplog.text.count("get_worker_info") == count
+    batches = Batches(DataLoader(data, 2, num_workers=workers))
+    for number in (2, 10):
+        assert len(list(islice(batches, number))) == number
+        assert caplog.text.count("get_worker_info") == count
+
+
+def test_a_state_without_a_position_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    state = Batches(DataLoader(range(4))).state_dict()  # type: ignore[arg-type]
+    batches = Batches(build_train_loader(range(4), total_batch_size=2, seed=0))  # type: ignore[arg-type]
+    batches.check_state_dict(state)
+    batches.load_state_dict(state)
+    assert "starts from the beginning" in caplog.text
 
 
 def test_a_stream_that_begins_anew_is_told_what_to_install(
