@@ -36,7 +36,7 @@ FLOORS = {
 # The most nodes of the syntax tree that each folder may have, without docstrings. Whoever wants to
 # add something takes something away, or raises a number here.
 BUDGETS = {
-    "checkpoint": 7_350,
+    "checkpoint": 7_347,
     "config": 2_250,
     "data": 2_575,
     "engine": 7_705,
@@ -51,7 +51,7 @@ BUDGETS = {
     "compat": 14_345,
     "demos": 7_480,
 }
-WHOLE = 49_994  # without compat and demos
+WHOLE = 49_992  # without compat and demos
 
 # They import torch.distributed.checkpoint or FSDP, and so are imported where they are used.
 HEAVY = {"hooktrain.checkpoint.folders"}

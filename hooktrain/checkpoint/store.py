@@ -157,8 +157,10 @@ class Store:
         if self.worker.wait(0):
             self.worker.submit(self._try_upload, daemon=True)
         else:
-            message = "This checkpoint does not go to %s, since one is still on its way"
-            logger.warning(message, self.address)
+            logger.warning(
+                "This checkpoint does not go to %s, since one is still on its way",
+                self.address,
+            )
 
     def finish(self) -> None:
         """Put the newest checkpoint into the store, as the folder is at the end of the run.
@@ -181,8 +183,9 @@ class Store:
         except StoreTakenError:
             raise
         except Exception as error:  # each package raises its own
-            message = "NOT IN THE STORE %s: %r. It is tried again"
-            logger.error(message, self.address, error)
+            logger.error(
+                "NOT IN THE STORE %s: %r. It is tried again", self.address, error
+            )
 
     def _upload(self) -> None:
         name = read_pointer(self._folder)
@@ -229,15 +232,15 @@ class Store:
 
     def _put(self, *patterns: str) -> dict[str, str]:
         """Put files of the folder there, unless they are there; their names by their paths."""
-        there: dict[str, int] = {}
+        there = self._list()
         files = {}
         for pattern in patterns:
             for path in filter(Path.is_file, sorted(self._folder.glob(pattern))):
                 status = path.stat()
                 size, inside = status.st_size, path.relative_to(self._folder).as_posix()
                 key = f"{status.st_mtime_ns}-{size}-{inside.replace('/', '.')}"
-                if there.get(key) != size:
-                    there = self._list()  # another rank may have put it there meanwhile
+                if "/__" in inside and there.get(key) != size:
+                    there = self._list()  # its rank may have put it there meanwhile
                 if there.get(key) != size:
                     self._system.put_file(str(path), f"{self._root}/{key}")
                 files[inside] = key

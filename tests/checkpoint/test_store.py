@@ -635,8 +635,22 @@ def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
         assert alone.resume_or_load("")["iteration"] == 9
 
 
+@pytest.fixture
+def lists(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests for lists of files."""
+    seen = []
+    ls = MemoryFileSystem.ls
+
+    def counted(system: Any, path: str, detail: bool) -> Any:
+        seen.append(path)
+        return ls(system, path, detail)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", counted)
+    return seen
+
+
 def test_shards_that_others_have_put_there_take_no_request_each(
-    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: str, tmp_path: Path, lists: list[str]
 ) -> None:
     first = machine(tmp_path / "a", memory, sharded=True)
     first.begin_run(is_new=True)
@@ -645,13 +659,18 @@ def test_shards_that_others_have_put_there_take_no_request_each(
         shard = tmp_path / "a" / "model_0000009" / f"__{rank}_0.distcp"
         shard.write_bytes(b"of another rank")
     first.finish()
-    lists = []
-    ls = MemoryFileSystem.ls
-
-    def counted(system: Any, path: str, detail: bool) -> Any:
-        lists.append(path)
-        return ls(system, path, detail)
-
-    monkeypatch.setattr(MemoryFileSystem, "ls", counted)
+    lists.clear()
     first.finish()
-    assert len(lists) == 2  # before the first shard, and before the pointer
+    assert len(lists) == 2  # before the files, and before the pointer
+
+
+def test_a_file_and_what_is_beside_it_take_as_few_requests(
+    memory: str, tmp_path: Path, lists: list[str]
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    first.begin_run(is_new=True)
+    write_beside(tmp_path / "a")
+    lists.clear()
+    offer(first, 9)
+    first.give_up()  # it waits for the upload
+    assert len(lists) == 2
