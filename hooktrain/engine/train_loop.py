@@ -241,8 +241,7 @@ class TrainerBase:
         """Exchange metrics where a period ends, then call the hooks."""
         self.done = self.iter + 1
         self.clock.end_step()
-        is_last = self.is_last
-        if self.ends_period or is_last:
+        if self.ends_period or self.is_last:
             self.synchronize()
         self.clock.advance()
         for hook in self._hooks:
@@ -252,7 +251,7 @@ class TrainerBase:
             self._late_error = None
             self._broke_off = False
             raise error
-        self.succeeded = is_last
+        self.succeeded = self.is_last
 
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, and raise the first error."""

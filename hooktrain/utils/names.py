@@ -66,12 +66,12 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
     """Refuse what is no whole number of at least so much, such as a text.
 
     Args:
-        name: Of the argument, for the error.
-        value: What was given.
-        least: The least that it can be.
+        name: the name of the argument, for the error.
+        value: what was given.
+        least: the least that it can be.
 
     Raises:
-        ValueError: If it is less, a fraction or no number.
+        ValueError: if it is less, a fraction or no number.
     """
     if not isinstance(value, Real) or value < least or value % 1:
         raise ValueError(
