@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,11 @@ def test_after_a_broken_final_file_comes_the_newest_one_of_its_run(
 
 def test_after_a_broken_file_comes_an_older_one(folder: Path) -> None:
     save(folder, "model_0090009", 90_009)
+    twin = save(folder, "model_0000019", 19, sharded=True)
     (folder / "last_checkpoint").write_text("model_0000019.pth")
     flip(folder / "model_0000019.pth")
+    assert resumed(folder) == 19  # the folder of that name
+    shutil.rmtree(twin)
     assert resumed(folder) == 9
     flip(folder / "model_0000009.pth")
     assert resumed(folder) == 90_009

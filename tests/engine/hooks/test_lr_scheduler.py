@@ -265,6 +265,27 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
 # What is refused
 
 
+def test_a_scheduler_that_waits_for_its_first_step_is_not_told_as_idle(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    scheduler = StepLR(trainer.optimizer, step_size=100)
+    trainer.register_hooks([LRScheduler(scheduler=scheduler)])
+    trainer.train(0, 3)
+    assert "A scheduler was made" not in caplog.text
+
+
+def test_of_groups_of_one_parameter_the_most_common_rate_is_recorded() -> None:
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.3, 0.1, 0.2, 0.1)]
+    assert LRScheduler.get_best_param_group_id(torch.optim.SGD(groups)) == 1
+    groups[2]["params"] = [torch.zeros(1), torch.zeros(1)]
+    assert LRScheduler.get_best_param_group_id(torch.optim.SGD(groups)) == 2
+
+
+def test_before_a_run_there_is_no_state() -> None:
+    assert LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)).state_dict() == {}
+
+
 def test_a_warm_up_and_a_fall_are_no_mistakes(caplog: pytest.LogCaptureFixture) -> None:
     falling = CosineParamScheduler(1.0, 0.0)
     for schedule in (
