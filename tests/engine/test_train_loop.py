@@ -473,6 +473,26 @@ def test_an_own_loop_that_fails_is_not_evaluated_as_finished(tmp_path: Path) -> 
     assert (seen, trainer.succeeded) == ([2], False)
 
 
+def test_an_own_loop_that_a_hook_shortens_has_succeeded() -> None:
+    model = Net()
+    trainer = SimpleTrainer(model, batches(1), sgd(model))
+
+    def shorten(trainer: Any) -> None:
+        trainer.max_iter = 1
+
+    trainer.register_hooks([CallbackHook(after_step=shorten)])
+    trainer.iter, trainer.max_iter = 0, 5
+    trainer.before_train()
+    for trainer.iter in range(5):
+        trainer.before_step()
+        trainer.run_step()
+        trainer.after_step()
+        if trainer.succeeded:
+            break
+    trainer.after_train()
+    assert (trainer.iter, trainer.done, trainer.succeeded) == (1, 1, True)
+
+
 def train_with_best_on_main(folder: Path, max_iter: int) -> tuple[int, float | None]:
     trainer, checkpointer = own_loop(SimpleTrainer, folder, [])
     trainer.register_hooks([hooks.EvalHook(2, lambda: {"score": trainer.iter})])
