@@ -9,7 +9,6 @@ from loading import load_tool
 
 from hooktrain.utils import comm
 from processes import run_program
-from releases import without_gloo
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,9 @@ def test_ranks_that_connect_where_they_talk_open_fewer_files() -> None:
     # A process of its own: copies of one with threads may hang.
     done = run_program("tools/benchmark_scale.py", "connections", "--worlds", "8")
     assert done.returncode == 0, done.stdout
-    _, _, full, lazy = map(cells, without_gloo(done.stdout).splitlines()[:4])
+    # Before torch 2.11 gloo's lines of several ranks may be mixed up.
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    _, _, full, lazy = map(cells, rows[:4])
     assert full[:2] == ["8", "all"]
     assert lazy[:2] == ["8", "where they talk"]
     for every, few in zip(full[2:], lazy[2:], strict=True):
