@@ -1,5 +1,7 @@
 """Brings the fixtures to every process that runs tests."""
 
+from contextlib import suppress
+
 import pytest
 
 
@@ -10,3 +12,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if not hands_out:
         config.pluginmanager.import_plugin("every_test")
+        return
+    # MMEngine imports yapf, which in a new environment writes files of its grammar. One process
+    # could read what another has written in part.
+    with suppress(ImportError):
+        import yapf  # noqa: F401
