@@ -408,7 +408,7 @@ class EarlyStopping(HookBase):
 
     def before_train(self) -> None:
         """Stop a resumed run that had stopped, unless its patience was raised."""
-        if not any(isinstance(hook, EvalHook) for hook in self.trainer._hooks):
+        if not any(isinstance(hook, EvalHook) for hook in self.trainer.hooks):
             logger.warning(
                 "EarlyStopping: there is no EvalHook, so another hook or the model has to "
                 "record the metric %r",
