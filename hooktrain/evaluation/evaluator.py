@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
+from numbers import Real
 from operator import length_hint
 from typing import Any, NamedTuple
 
@@ -127,7 +128,9 @@ class MetricEvaluator(DatasetEvaluator):
     def _add(self, outputs: Any, targets: Any) -> None:
         if not self._adds_up:
             count = len(targets)
-            mean = torch.as_tensor(self._metric(outputs, targets)).reshape(())
+            mean = self._metric(outputs, targets)
+            if not isinstance(mean, Real):  # whose precision a tensor would lose
+                mean = torch.as_tensor(mean).reshape(())
             self._sum = self._sum + mean * count
             self._count += count
             return

@@ -171,6 +171,15 @@ def test_functions_and_objects_of_torchmetrics_are_evaluators() -> None:
     assert first["classification"]["accuracy"] == 60.0
 
 
+def test_the_mean_of_a_metric_of_python_numbers_keeps_their_precision() -> None:
+    def seven_of_thirteen(outputs: Tensor, targets: Tensor) -> float:
+        return 7 / len(targets)
+
+    batch = (torch.ones(13, 2), torch.ones(13))
+    results = inference_on_dataset(lambda pair: pair[0], [batch], seven_of_thirteen)
+    assert results == {"seven_of_thirteen": 7 / 13}
+
+
 def test_a_model_evaluates_without_gradients() -> None:
     model, seen = frozen_model(), []
 
