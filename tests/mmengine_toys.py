@@ -1,9 +1,7 @@
 """A model with MMEngine's classes."""
 
-import sys
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -41,13 +39,6 @@ class Net(BaseModel):
     def weights(self) -> list[float]:
         layers = (self.parts[0].linear, self.parts[1][0].linear)
         return [layer.weight[0, 0].item() for layer in layers]
-
-
-def without_mmengine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if mmengine were not installed, until the test is over."""
-    imported = [name for name in sys.modules if name.startswith("mmengine.")]
-    for name in ("mmengine", *imported):
-        monkeypatch.setitem(sys.modules, name, None)
 
 
 def sgd(model: nn.Module) -> OptimWrapper:

@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 TOOLS = Path(__file__).parent.parent / "tools"
+PEERS = ("detectron2", "fvcore", "iopath", "omegaconf")
 
 
 def after_recipe(framework: str, text: str) -> str:
@@ -16,6 +19,13 @@ def after_recipe(framework: str, text: str) -> str:
         command, input=text, stdout=subprocess.PIPE, check=True, text=True
     )
     return done.stdout
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """As if packages were not installed, until the test is over."""
+    imported = [name for name in sys.modules if name.split(".")[0] in packages]
+    for name in (*packages, *imported):
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 @contextmanager

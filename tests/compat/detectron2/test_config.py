@@ -19,7 +19,7 @@ from hooktrain.compat.detectron2 import (
     instantiate,
     open_dict,
 )
-from recipes import installed
+from recipes import PEERS, installed, without
 
 
 def test_omegaconfs_functions_take_and_give_configs() -> None:
@@ -59,7 +59,8 @@ def test_a_config_takes_new_keys() -> None:
     assert cfg == {"a": "???", "new": 1}
 
 
-def test_other_functions_are_omegaconfs_own() -> None:
+def test_other_functions_are_omegaconfs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, *PEERS)
     with pytest.raises(ImportError, match=r"OmegaConf\.from_cli is omegaconf's own"):
         OmegaConf.from_cli()
 
@@ -154,12 +155,14 @@ def test_yaml_is_read_by_omegaconf(omegaconf: Any, tmp_path: Path) -> None:
     assert LazyConfig.load(path, ("name", "width")) == ("x", 3)
 
 
-def test_yaml_without_omegaconf_is_refused(tmp_path: Path) -> None:
+def test_yaml_without_omegaconf_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, *PEERS)
     path = tmp_path / "model.yaml"
     path.write_text("width: 3")
-    if find_spec("omegaconf") is None:
-        with pytest.raises(ValueError, match=r"model\.yaml"):
-            LazyConfig.load(path)
+    with pytest.raises(ValueError, match=r"model\.yaml"):
+        LazyConfig.load(path)
 
 
 def test_what_omegaconf_has_made_is_instantiated(omegaconf: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hooktrain.compat import detectron2
 from hooktrain.events import get_event_storage
-from recipes import after_recipe
+from recipes import PEERS, after_recipe, without
 from toys import linear_trainer
 
 HERE = "from hooktrain.compat.detectron2 import"
@@ -90,7 +90,10 @@ def test_what_scripts_import_is_in_the_flat_module(line: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["detectron2", "detectron2.solver"])
-def test_an_old_scheduler_says_where_it_is(module: str) -> None:
+def test_an_old_scheduler_says_where_it_is(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, *PEERS)
     with pytest.raises(
         ImportError, match=r"no 'WarmupCosineLR'.*Install detectron2 beside"
     ):
@@ -116,13 +119,15 @@ def test_the_most_is_best_for_its_best_checkpointer(tmp_path: Path) -> None:
     ("name", "owner"), [("file_lock", "iopath"), ("visualizer", "detectron2")]
 )
 def test_a_name_of_a_peer_that_is_not_installed_says_whose_it_is(
-    name: str, owner: str
+    name: str, owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without(monkeypatch, *PEERS)
     with pytest.raises(ImportError, match=f"no '{name}'.* {owner}'s own, or misspelt"):
         getattr(detectron2, name)
 
 
-def test_a_name_of_detection_says_where_it_is() -> None:
+def test_a_name_of_detection_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, *PEERS)
     with pytest.raises(
         ImportError, match=r"no 'MetadataCatalog'.*Install detectron2 beside"
     ):

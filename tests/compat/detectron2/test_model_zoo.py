@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hooktrain.compat.detectron2 import LazyConfig, get_config, model_zoo
-from recipes import installed
+from recipes import PEERS, installed, without
 
 ZOO = """
 get_config_file = "/configs/{}".format
@@ -23,7 +23,10 @@ def test_the_zoo_of_an_installed_detectron2_answers(tmp_path: Path) -> None:
         assert model_zoo.get_config_file("model.yaml") == "/configs/model.yaml"
 
 
-def test_without_detectron2_the_keys_of_train_are_there(tmp_path: Path) -> None:
+def test_without_detectron2_the_keys_of_train_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, *PEERS)
     path = tmp_path / "config.py"
     path.write_text(
         "from hooktrain.compat.detectron2 import model_zoo\n"
@@ -41,7 +44,10 @@ def test_without_detectron2_the_keys_of_train_are_there(tmp_path: Path) -> None:
     assert train.keys() == ours.keys()
 
 
-def test_without_detectron2_other_configurations_say_where_they_are() -> None:
+def test_without_detectron2_other_configurations_say_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without(monkeypatch, *PEERS)
     with pytest.raises(ImportError, match=r"'get_config': it is detectron2's own"):
         get_config("common/optim.py")
     with pytest.raises(ImportError, match=r"'get_checkpoint_url'.*detectron2"):

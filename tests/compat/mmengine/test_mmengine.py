@@ -19,9 +19,9 @@ from hooktrain.compat.mmengine import (
     StepTrainer,
     create_ddp_model,
 )
-from mmengine_toys import Net, Part, sgd, without_mmengine
+from mmengine_toys import Net, Part, sgd
 from processes import run_program
-from recipes import after_recipe
+from recipes import after_recipe, without
 
 HERE = "from hooktrain.compat.mmengine import"
 IMPORTS = {
@@ -88,7 +88,7 @@ def test_importing_compat_changes_nothing_of_the_core(tmp_path: Path) -> None:
 def test_without_mmengine_a_name_says_where_to_look(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_mmengine(monkeypatch)
+    without(monkeypatch, "mmengine")
     with pytest.raises(ImportError, match=f"no {name!r}: .* where that is installed"):
         getattr(mmengine, name)
 
@@ -177,7 +177,7 @@ def test_init_cfg_initialises_as_in_mmengine() -> None:
 def test_without_mmengine_another_init_cfg_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    without_mmengine(monkeypatch)
+    without(monkeypatch, "mmengine")
     model = Net(init_cfg=[{"type": "Normal"}])
     with pytest.raises(ImportError, match=r"in init_weights\(\), or install mmengine"):
         StepTrainer(model, [], sgd(model))

@@ -10,7 +10,7 @@ from torch import nn
 from hooktrain.compat import mmengine as compat
 from hooktrain.compat.mmengine import build_optim_wrapper, registry
 from hooktrain.solver import OptimWrapper
-from mmengine_toys import without_mmengine
+from recipes import without
 from toys import LinearLoss
 
 
@@ -108,7 +108,7 @@ def test_other_packages_look_up_in_the_same_registries_where_mmengine_is() -> No
 def test_without_mmengine_the_registries_are_ours_and_have_no_scopes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    without_mmengine(monkeypatch)
+    without(monkeypatch, "mmengine")
     assert compat.MODELS is registry.MODELS
     compat.HOOKS.register_module(module=Net)
     assert compat.HOOKS.build({"type": "Net", "a": 1}).ab == (1, 0)
