@@ -45,8 +45,8 @@ SIGNATURES = {
         "timeout=DEFAULT_TIMEOUT"
     ),
     "compat.detectron2.AutogradProfiler": "enable_predicate, output_dir, *, use_cuda=True",
-    "engine.hooks.BestCheckpointer": (
-        "eval_period, checkpointer, val_metric, mode=None, file_prefix='model_best'"
+    "compat.detectron2.BestCheckpointer": (
+        "eval_period, checkpointer, val_metric, mode='max', file_prefix='model_best'"
     ),
     "engine.hooks.CallbackHook": (
         "*, before_train=None, after_train=None, before_step=None, after_step=None"

@@ -529,7 +529,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (measure(PAIRS, in_a_dict, two_scores), RuntimeError, "returns one number"),
     (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
     (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),
-    (lambda: train(EarlyStopping("acc", "max")), WARNING, "no EvalHook.*'acc'"),
+    (lambda: train(EarlyStopping("acc", "max")), WARNING, "'acc'.*no EvalHook"),
     (lambda: SkipNonFinite(-1), ValueError, "-1"),
     # Checkpoints
     (lambda: train(Stateless(), saving), TypeError, "Stateless.state_dict"),

@@ -34,9 +34,9 @@ def build_trainer(
     ``dataloader.{train,test,evaluator}`` and ``train``, which holds
     what :func:`hooktrain.engine.train_settings` has.
     Without ``lr_multiplier`` the rate stays as it is, and without test data or an evaluator
-    nothing is evaluated. ``hooks`` is a list of further hooks, which run right before the
-    evaluation, but Hours last; ``writers`` is a list of further writers. For several optimizers see
-    :func:`build_optimizer`; ``lr_multiplier`` is one for all of them, or a dict by their names.
+    nothing is evaluated. ``hooks`` is a list of further hooks, ``writers`` one of further writers.
+    For several optimizers see :func:`build_optimizer`; ``lr_multiplier`` is one for all of them, or
+    a dict by their names.
 
     To change a part, write these lines in a script of yours, and change that line.
 
@@ -211,7 +211,7 @@ def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
 def build_checkpointer(
     cfg: Any, trainer: SimpleTrainer | StepTrainer, strategy: BaseStrategy
 ) -> Checkpointer:
-    """What saves and loads the model and the trainer, in the output folder."""
+    """The Checkpointer of the model and the trainer, in the output folder."""
     options = cfg.train.checkpointer
     return Checkpointer(
         trainer.model,
@@ -250,10 +250,7 @@ def build_hooks(
         log_period=train.log_period,
         watchdog_s=train.watchdog_s,
     )
-    # Behind the timer and the schedule, right before the evaluation.
-    ordered = [*found[:2], ema, *instantiate(cfg.get("hooks", [])), *found[2:]]
-    # At the end Hours tells what all others have spent.
-    return sorted(ordered, key=lambda hook: isinstance(hook, hooks.Hours))
+    return [*found, ema, *instantiate(cfg.get("hooks", []))]
 
 
 def build_evaluation(
@@ -262,14 +259,14 @@ def build_evaluation(
     """The function that evaluates while training; of averaged weights under ``"ema"`` too.
 
     Args:
-        cfg: the configuration, with test data and what judges them.
+        cfg: the configuration, with test data and an evaluator.
         model: the model.
         ema: the hook with the averaged weights, if there is one.
     """
 
     @cache
     def evaluator() -> Any:
-        """What judges the outputs; the first evaluation builds it, since it may take long."""
+        """The evaluator, which the first evaluation builds, since that may take long."""
         return instantiate(cfg.dataloader.get("evaluator"))
 
     def once() -> dict[str, Any]:

@@ -1,41 +1,49 @@
-"""The time of a trainer's steps, by which periods such as ``"10 minutes"`` end."""
+"""Where the time of a run goes, and when periods such as ``"10 minutes"`` end."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 
 
-@dataclass
 class Clock:
-    """The seconds that a trainer has spent in its steps.
+    """The seconds that a run has spent in its steps, and by name in what comes between them.
 
-    Evaluations and saves do not count, so that one that takes longer than its period does not
-    follow upon itself. Several ranks take the most seconds of any rank, where they exchange
-    metrics. So all of them see a period end after the same iteration.
+    A checkpoint has them, so they go on in a resumed run.
 
-    Args:
-        read: gives the time in seconds.
-        is_shared: whether there are several ranks.
+    Periods go by the steps alone, so that an evaluation that takes longer than its period does not
+    follow upon itself. Several ranks take the most seconds of any rank, which they exchange with
+    the metrics. So all of them see a period end after the same iteration.
 
     Attributes:
-        own: the seconds of this process.
-        agreed: the most of any rank at the last exchange.
+        is_shared: whether there are several ranks.
+        own: the seconds of this process in its steps.
+        pauses: by name, the seconds of this process in evaluations, saves and the like.
+        agreed: the most of ``own`` on any rank at the last exchange.
         now: what the hooks of this iteration go by.
         before: what those of the iteration before went by.
     """
 
-    read: Callable[[], float] = time.monotonic
-    is_shared: bool = False
-    own = agreed = now = before = since = 0.0
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.pauses: dict[str, float] = {}
+        self.own = self.agreed = self.now = self.before = 0.0
+        self._since = 0.0
+
+    def read(self) -> float:
+        """The time in seconds."""
+        return time.perf_counter()
 
     def begin_step(self) -> None:
         """Begin to count."""
-        self.since = self.read()
+        self._since = self.read()
 
-    def end_step(self) -> None:
-        """Stop counting."""
-        self.own += self.read() - self.since
+    def lap(self) -> None:
+        """Add what has passed in this step since it began, or since the last lap."""
+        now = self.read()
+        self.own += now - self._since
+        self._since = now
 
     def advance(self) -> None:
         """Let the hooks of this iteration go by what the ranks have agreed on."""
@@ -45,3 +53,20 @@ class Clock:
     def has_passed(self, seconds: Fraction) -> bool:
         """Whether a multiple of so many seconds has passed since the iteration before."""
         return self.now // seconds > self.before // seconds
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Count the time inside of this under a name."""
+        start = self.read()
+        yield
+        self.pauses[name] = self.pauses.get(name, 0.0) + self.read() - start
+
+    def state_dict(self) -> dict[str, float]:
+        """The seconds, those in the steps under ``"step"``."""
+        return {**self.pauses, "step": self.own}
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.pauses = dict(state_dict)
+        self.own = self.pauses.pop("step", 0.0)
+        self.agreed = self.now = self.before = self.own

@@ -257,16 +257,14 @@ def default_hooks(
     log_period: int | str = 20,
     watchdog_s: float = 0,
 ) -> list[hooks.HookBase]:
-    """The usual hooks in the order that makes resuming exact.
+    """The usual hooks: time, schedule, evaluate, write, save, and sum up.
 
-    Evaluate, then write, then save: a checkpoint then holds what happened up to it, and the
-    metric files are complete up to it. Last come those that end a run before its time, and what
-    sums it up.
+    Their phases place them around hooks of your own; see :class:`hooktrain.engine.HookBase`.
 
     Args:
         scheduler: see :class:`hooktrain.engine.hooks.LRScheduler`; or such a hook. Without any the
             rate is only recorded.
-        checkpointer: what saves.
+        checkpointer: the Checkpointer to save with.
         checkpoint_period: in iterations, or a text such as ``"1 epoch"`` or ``"10 minutes"``; so is
             ``eval_period``.
         max_to_keep: how many periodic checkpoints to keep; None keeps all.
@@ -293,7 +291,7 @@ def default_hooks(
         if best_metric is not None:
             found.append(
                 hooks.BestCheckpointer(
-                    eval_period, checkpointer, best_metric, best_mode, ema=best_ema
+                    checkpointer, best_metric, best_mode, ema=best_ema
                 )
             )
     found += [

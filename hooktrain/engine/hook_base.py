@@ -4,7 +4,17 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-EVENTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
+EVENTS = (
+    "before_train",
+    "before_step",
+    "after_backward",
+    "after_step",
+    "after_evaluation",
+    "after_train",
+)
+
+# The hooks run in the order of their phases.
+PHASES = ("time", "update", "run", "evaluate", "write", "save", "end")
 
 State: TypeAlias = Mapping[str, Any]
 
@@ -20,13 +30,29 @@ class HookBase:
         for iter in range(start_iter, max_iter):
             hook.before_step()
             trainer.run_step()    # calls hook.after_backward() before the update
-            hook.after_step()
+            hook.after_step()     # an evaluation calls hook.after_evaluation(results)
         hook.after_train()
+
+    At each event the hooks run in the order of their phases, and within a phase in the order of
+    their registration:
+
+    - ``"time"``: timers;
+    - ``"update"``: schedules, averages of the weights, statistics of batch norm;
+    - ``"run"``: hooks of your own, unless they say otherwise;
+    - ``"evaluate"``: evaluations;
+    - ``"write"``: writers of metrics;
+    - ``"save"``: checkpoints;
+    - ``"end"``: what sums up the run.
+
+    So the weights that a hook in ``"run"`` changes, and the metrics that it records, are evaluated,
+    written and saved in the same iteration, and ``after_evaluation`` gives it the results.
 
     Register a hook on every rank. One that only the main process has must not call collectives.
 
     Attributes:
-        trainer: a weak proxy of the trainer. ``register_hooks`` sets it.
+        trainer: a weak proxy of the trainer. ``register_hooks`` sets it. A copy of the hook has
+            none.
+        phase: one of the names above.
         key: the hook's name in checkpoints; None takes the name of its class.
         on_every_rank: whether all ranks have the hook. It is known from ``before_train`` on.
         needs_every_rank: whether the hook calls collectives. A run refuses such a hook if only
@@ -34,6 +60,7 @@ class HookBase:
     """
 
     trainer: Any = None
+    phase: str = "run"
     key: str | None = None
     on_every_rank: bool = True
     needs_every_rank: bool = False
@@ -53,6 +80,13 @@ class HookBase:
     def after_step(self) -> None:
         """Called after each iteration."""
 
+    def after_evaluation(self, results: Mapping[str, float]) -> None:
+        """Called after each evaluation, on all ranks with the main process's results.
+
+        Args:
+            results: the numbers by their names, such as ``"bbox/AP"``.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, in tensors and plain types."""
         return {}
@@ -69,3 +103,7 @@ class HookBase:
             "%s saves a state but has no load_state_dict, so it starts anew",
             type(self).__qualname__,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the trainer, so that a copy or a pickle does not hold all of it."""
+        return {k: value for k, value in vars(self).items() if k != "trainer"}

@@ -102,22 +102,24 @@ class LossRecorder:
         if not self._alone:
             self._data_times[iteration] = data_time
 
-    def exchange(self, finished: int, numbers: list[float]) -> list[float]:
+    def exchange(self, finished: int, numbers: Mapping[str, float]) -> dict[str, float]:
         """Put the means over the ranks of the finished iterations into the storage.
 
         Args:
             finished: the number of finished iterations.
-            numbers: of this rank, which travel with the losses.
+            numbers: of this rank by name, which travel with the losses. All ranks have the same
+                names in the same order.
 
         Returns:
-            The maxima of the numbers over the ranks.
+            The maxima of the numbers over the ranks, by name.
         """
         first = self._exchanged
         waiting = self._waiting.histories()
         times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        largest, sums = self._reduce(waiting, numbers + times, first, finished)
+        own = [*numbers.values(), *times]
+        largest, sums = self._reduce(waiting, own, first, finished)
         for name, column in self._columns.items():
             for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:
@@ -125,7 +127,7 @@ class LossRecorder:
         for i, seconds in enumerate(largest[len(numbers) :], first):
             if seconds >= 0:
                 self._storage.put_scalar("data_time", seconds, cur_iter=i)
-        return largest[: len(numbers)]
+        return dict(zip(numbers, largest, strict=False))
 
     def _reduce(
         self,

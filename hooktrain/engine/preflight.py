@@ -50,8 +50,8 @@ def warn_of_lost_calls(trainer: Any) -> None:
     Args:
         trainer: with a model, in a run.
     """
-    hooks = trainer._named_hooks()
-    waiting = [key for key in hooks if _names_used(hooks[key].after_backward)]
+    users = (hook for hook in trainer.hooks if _names_used(hook.after_backward))
+    waiting = [type(hook).__qualname__ for hook in users]
     if waiting and not trainer._has_backward:
         logger.warning(
             "run_step has not called self.after_backward(), which %s may need", waiting

@@ -2,19 +2,29 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from hooktrain import __version__
-from hooktrain.checkpoint.files import states_of
+from hooktrain.engine.agreement import Agreement
 from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import EVENTS, HookBase, State
+from hooktrain.engine.hook_list import (
+    HookReference,
+    describe,
+    hook_states,
+    load_hook_states,
+    named_hooks,
+    place_beside,
+    place_by_phase,
+)
 from hooktrain.engine.losses import LOOK_AGAIN, LossRecorder
 from hooktrain.engine.preflight import warn_of_events
+from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
@@ -25,8 +35,7 @@ from hooktrain.utils.periods import end_of_run
 # All ranks take these attributes from the main process when a run begins.
 _SHARED = ("seed", "max_iter", "sync_period", "epoch_length")
 
-# Names a registered hook: the object, its class, or its key.
-HookReference: TypeAlias = HookBase | type[HookBase] | str | None
+Trainer = TypeVar("Trainer", bound="TrainerBase")
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +43,9 @@ logger = logging.getLogger(__name__)
 class TrainerBase:
     """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
 
-    The methods ``before_train``, ``before_step``, ``after_backward``, ``after_step`` and
-    ``after_train`` are the events of the hooks. A subclass that has something to do at one of
-    them overrides it and calls ``super()``.
+    The methods ``before_train``, ``before_step``, ``after_backward``, ``after_step``,
+    ``after_evaluation`` and ``after_train`` are the events of the hooks. A subclass that has
+    something to do at one of them overrides it and calls ``super()``.
 
     Before each iteration, and before the end, the loop seeds the random generators, by a function
     of the seed, the iteration and the rank. So any iteration can be computed again.
@@ -46,18 +55,17 @@ class TrainerBase:
         done: the number of finished iterations. In ``after_step`` the current one is finished.
         start_iter: the first iteration of the run.
         max_iter: the iteration that the run ends before. An early stop lowers it.
-        succeeded: whether the run came to its end, early or not, and nothing failed. The events
-            set it, so it is also true in loops that call them without ``train``.
+        succeeded: whether the run came to its end, early or not, and nothing failed. Set by the
+            event methods, so it also holds in loops that call those directly.
         epoch_length: the number of iterations of an epoch, if it is known.
         seed: the seed of the run's random numbers; None takes ``torch.initial_seed()``.
         storage: holds the metrics.
-        stop_reason: why the run ends early, once all ranks know it.
-        own_signal: the number of a signal that asks this process to end, or 0.
-        signal: the highest such number of any rank, once all ranks know it.
+        agreement: what the ranks agree on at each exchange, such as an early stop.
         sync_period: the number of iterations from one exchange of the ranks to the next.
         ends_period: whether the current iteration ends with an exchange, known before its hooks.
-        clock: the seconds in the steps, by which periods such as "10 minutes" end.
+        clock: where the time of the run goes; periods such as "10 minutes" end by it.
         meta: plain values that each checkpoint holds, such as the configuration.
+        places_by_phase: whether :meth:`register_hooks` sorts hooks by their phases.
         state_parts: the names of the parts of the state that can be loaded alone.
     """
 
@@ -72,9 +80,7 @@ class TrainerBase:
     succeeded: bool = False
     epoch_length: int | None = None
     seed: int | None = None
-    stop_reason: str | None = None
-    own_signal: int = 0
-    signal: int = 0
+    places_by_phase: ClassVar[bool] = True
     sync_period: int = 20
     ends_period: bool = False
     # The hooks whose before_train was called; None while nothing runs.
@@ -82,12 +88,9 @@ class TrainerBase:
     _broke_off = False  # inside an iteration
     _has_backward = False  # whether after_backward was ever called
     _is_checked = False  # all is finite in this iteration, as every rank knows
-    _compared = 0  # see compare_ranks
-    _on_difference: Any = None
-    _stop_request: str | None = None
     _late_error: BaseException | None = None
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> "TrainerBase":
+    def __new__(cls: type[Trainer], *_args: Any, **_kwargs: Any) -> Trainer:
         """Warn of what a subclass leaves out, such as the call of this class's constructor."""
         warn_of_events(cls, EVENTS)
         return super().__new__(cls)
@@ -97,12 +100,18 @@ class TrainerBase:
         self.storage = EventStorage()
         self.meta: dict[str, Any] = {}
         self.clock = Clock()
+        self.agreement = Agreement(self.clock)
         self._losses = LossRecorder(self.storage)
 
     @property
     def is_last(self) -> bool:
         """Whether the current iteration is the last one of the run."""
         return self.iter == self.max_iter - 1
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends early, once all ranks know it."""
+        return self.agreement.stop_reason
 
     # The loop.
 
@@ -147,7 +156,7 @@ class TrainerBase:
                 self._run_iterations()
             except BaseException as error:
                 self._end_failed_run(error)
-                # Raised on, it would just end a loop around this.
+                # Re-raised as it is, it would silently end an enclosing loop.
                 if isinstance(error, StopIteration):
                     raise RuntimeError(
                         f"StopIteration in iteration {self.iter}: what a step reads has ended"
@@ -185,10 +194,8 @@ class TrainerBase:
     def before_train(self) -> None:
         """Begin a run, and call the hooks."""
         self.succeeded = False
-        self.stop_reason = None
-        self._stop_request = None
+        self.agreement = Agreement(self.clock)
         self._late_error = None
-        self.own_signal = self.signal = self._compared = 0
         self.done = self.start_iter
         self._losses = LossRecorder(self.storage, self.start_iter)
         self._agree()
@@ -205,7 +212,7 @@ class TrainerBase:
         self._rank = comm.data_parallel_rank()
         if self.seed is None:
             self.seed = torch.initial_seed()
-        hooks = self._named_hooks()
+        hooks = named_hooks(self._hooks)
         mine = {name: getattr(self, name) for name in _SHARED}
         ranks = comm.all_gather((list(hooks), mine))
         self.clock.is_shared = len(ranks) > 1
@@ -238,11 +245,12 @@ class TrainerBase:
             hook.after_backward()
 
     def after_step(self) -> None:
-        """Exchange metrics where a period ends, then call the hooks."""
+        """Exchange metrics if a period ends, then call the hooks."""
         self.done = self.iter + 1
-        self.clock.end_step()
+        self.clock.lap()
         if self.ends_period or self.is_last:
             self.synchronize()
+            self.clock.lap()  # the wait for the device and for other ranks counts too
         self.clock.advance()
         for hook in self._hooks:
             hook.after_step()
@@ -252,6 +260,23 @@ class TrainerBase:
             self._broke_off = False
             raise error
         self.succeeded = self.is_last
+
+    def after_evaluation(self, results: Mapping[str, Any]) -> None:
+        """Record the results of an evaluation, then call the hooks. A collective.
+
+        ``EvalHook`` calls it, and so does any hook or loop that evaluates in its own way. Every
+        rank takes the results of the main process. They are recorded under their names, but under
+        ``"eval/<name>"`` if the training has a metric of that name.
+
+        Args:
+            results: numbers by name, possibly nested. Other values in it, such as torchmetrics'
+                list of classes, are named in the log and left out.
+        """
+        numbers = comm.broadcast(as_numbers(results))
+        self.synchronize()  # the training's metrics come first, and a signal may have come
+        self.storage.put_results(numbers)
+        for hook in self._hooks:
+            hook.after_evaluation(numbers)
 
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, and raise the first error."""
@@ -286,11 +311,7 @@ class TrainerBase:
         A single process stops after this iteration, and several ranks stop at their next
         exchange. An open gradient accumulation is completed first.
         """
-        if self._stop_request is None:
-            logger.info("Stop requested at iteration %d: %s", self.iter, reason)
-            self._stop_request = reason
-        if comm.get_world_size() == 1:
-            self.stop_reason = self._stop_request
+        self.agreement.request_stop(reason, self.iter)
 
     def raise_later(self, error: BaseException) -> None:
         """Raise an error after all hooks have seen this iteration. Call it on all ranks."""
@@ -300,31 +321,11 @@ class TrainerBase:
         """Let the losses of this iteration be infinite or NaN. Call it on all ranks."""
         self._losses.tolerate(self.iter)
 
-    def compare_ranks(self, number: int, on_difference: Callable[[], None]) -> None:
-        """Let the exchanges from now on compare a number of the ranks. Call it on all ranks.
-
-        Args:
-            number: from 0 to 2^53.
-            on_difference: is called on all ranks if the numbers differ, and raises an error.
-        """
-        self._compared = number
-        self._on_difference = on_difference
-
     def synchronize(self) -> None:
-        """Exchange metrics and requests to stop, and check the losses. A collective."""
+        """Exchange metrics and what the ranks agree on, and check the losses. A collective."""
         if comm.get_world_size() > 1:
-            asking = -1 if self._stop_request is None else comm.get_rank()
-            seconds, compared = self.clock.own, self._compared
-            # The maximum of the negative numbers is the minimum of the numbers.
-            own = [asking, seconds, self.own_signal, compared, -compared]
-            maxima = self._losses.exchange(self.done, own)
-            rank, self.clock.agreed, signal, most, least = maxima
-            self.signal = int(signal)
-            if most != -least:
-                self._on_difference()
-            if rank >= 0 and self.stop_reason is None:
-                self.stop_reason = comm.broadcast(self._stop_request, int(rank))
-                logger.info("Stopping, since rank %d asks: %s", rank, self.stop_reason)
+            maxima = self._losses.exchange(self.done, self.agreement.proposals())
+            self.agreement.settle(maxima)
         self._losses.check(self.done)
 
     def prepare_save(self) -> None:
@@ -374,20 +375,16 @@ class TrainerBase:
             "hooktrain": __version__,
             "torch": str(torch.__version__),
             "world_size": comm.get_world_size(),
+            "seconds": self.clock.state_dict(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         return {
             "iteration": self.done - 1,
-            "hooks": self._hook_states(),
+            "hooks": hook_states(self._hooks),
             "storage": self.storage.state_dict(),
             "seed": self.seed,
             "meta": {**self.meta, **meta},
         }
-
-    def _hook_states(self) -> dict[str, Any]:
-        """The states of the hooks that have one."""
-        states = states_of(self._named_hooks())
-        return {key: state for key, state in states.items() if state}
 
     def check_state_dict(
         self, state_dict: State, *, only: Collection[str] | None = None
@@ -400,7 +397,7 @@ class TrainerBase:
         """
         if "hooks" not in self._chosen(only):
             return
-        hooks = self._named_hooks()
+        hooks = named_hooks(self._hooks)
         states = state_dict.get("hooks", {})
         lost = [key for key in states if key not in hooks]
         # The state is the main process's, and other ranks may have fewer hooks.
@@ -436,24 +433,18 @@ class TrainerBase:
         self.check_state_dict(state_dict, only=only)
         parts = self._chosen(only)
         if "hooks" in parts:
-            self._load_hooks(state_dict.get("hooks", {}))
+            load_hook_states(self._hooks, state_dict.get("hooks", {}))
         there = state_dict.keys() & parts
         if "iteration" in there:
             self.iter = int(state_dict["iteration"])
             self.done = self.iter + 1
             self._broke_off = False
             self.storage.iter = max(self.iter, 0)
+            self.clock.load_state_dict(state_dict.get("meta", {}).get("seconds", {}))
         if "storage" in there:
             self.storage.load_state_dict(state_dict["storage"])
         if "seed" in there:
             self.seed = state_dict["seed"]
-
-    def _load_hooks(self, states: State) -> None:
-        for key, hook in self._named_hooks().items():
-            if key in states:
-                hook.load_state_dict(states[key])
-            elif hook.state_dict():
-                logger.warning("The checkpoint has no state for the hook %r", key)
 
     # The list of hooks.
 
@@ -469,25 +460,24 @@ class TrainerBase:
         before: HookReference = None,
         after: HookReference = None,
     ) -> None:
-        """Add hooks behind those that are there. They run in the order of the list.
+        """Add hooks. Each has its place behind those of its phase; see :class:`HookBase`.
 
         During a run their ``before_train`` is called at once.
 
         Args:
             hooks: the hooks; entries that are None are left out.
-            before: a registered hook, its class or its key. The new hooks run before it.
-            after: the same, to let them run after it.
+            before: a registered hook, its class or its key. The new hooks run right before it,
+                in the order of the list, and take over its phase.
+            after: the same, to let them run right after it.
 
         Raises:
             TypeError: if an entry is no hook.
-            ValueError: if there is no hook ``before`` or ``after``, or if a new one is registered
-                already.
+            ValueError: if there is no hook ``before`` or ``after``, if a phase is unknown, or if a
+                new hook is registered already.
         """
-        index = len(self._hooks)
-        if before is not None:
-            index = self._indices(before)[0]
-        elif after is not None:
-            index = self._indices(after)[-1] + 1
+        index, phase = len(self._hooks), None
+        if before is not None or after is not None:
+            index, phase = place_beside(self._hooks, before, after)
         # A cycle of strong references would keep the model's memory until Python finds it.
         me = weakref.proxy(self)
         what = "hooks (for those of MMEngine see docs/migrating.md)"
@@ -501,6 +491,10 @@ class TrainerBase:
                     f"{hook!r} is registered already: make one for each trainer"
                 )
             warn_of_events(type(hook), EVENTS)
+            if phase is not None:
+                hook.phase = phase
+            elif self.places_by_phase:
+                index = place_by_phase(self._hooks, hook)
             hook.trainer = me
             # It is a new list, since a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]
@@ -509,35 +503,6 @@ class TrainerBase:
                 hook.before_train()
                 self._begun.append(hook)
 
-    def _indices(self, wanted: HookReference) -> list[int]:
-        """The places of this hook, or of the hooks of this class or key."""
-        named = self._named_hooks()
-        found = [
-            index
-            for index, (key, hook) in enumerate(named.items())
-            if wanted in (key, hook, *type(hook).__mro__)
-        ]
-        if not found:
-            raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
-        return found
-
-    def _named_hooks(self) -> dict[str, HookBase]:
-        """The hooks by their keys or classes. Further ones get ``#1``, ``#2`` behind the name."""
-        named: dict[str, HookBase] = {}
-        for hook in self._hooks:
-            name = first = hook.key or type(hook).__qualname__
-            count = 0
-            while name in named:
-                count += 1
-                name = f"{first}#{count}"
-            named[name] = hook
-        return named
-
     def describe_hooks(self) -> str:
-        """A text with a line for each hook, in order, that names the events it overrides."""
-        lines = []
-        for key, hook in self._named_hooks().items():
-            kind = type(hook)
-            own = [e for e in EVENTS if getattr(kind, e) is not getattr(HookBase, e)]
-            lines.append(f"{key}: {', '.join(own)}")
-        return "\n".join(lines)
+        """A line for each hook, in order: its name, its phase, the events that it overrides."""
+        return describe(self._hooks)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches
 from hooktrain.engine.hook_base import State
+from hooktrain.engine.hook_list import hook_states
 from hooktrain.engine.preflight import check_parts, log_size, warn_of_lost_calls
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
@@ -176,7 +177,7 @@ class ModelTrainer(TrainerBase):
         saved = {
             **self.model.state_dict(),
             "optimizer": self.optim_wrapper.state_dict(),
-            "hooks": self._hook_states(),
+            "hooks": hook_states(self._hooks),
         }
         # Host-device synchronisation: one number for all tensors.
         return non_finite(saved) - self._not_finite_before

@@ -75,7 +75,7 @@ class JSONWriter(ScalarWriter):
         for iteration, metrics in scalars.items():
             row = {**metrics, "iteration": iteration}
             first = next(filter(is_loss, metrics), "")
-            if storage.smoothing_hints().get(first):
+            if storage.smoothing_hints().get(first) and "mean_loss" not in metrics:
                 row["mean_loss"] = storage.history(first).avg(self._window_size)
             rows.append(row)
         if rows:

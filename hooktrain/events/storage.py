@@ -1,5 +1,6 @@
 """Where the metrics of a run live."""
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,12 @@ Scalar = float | np.generic | media.Array  # with one element
 
 _MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
 _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
+
+_COLUMNS = ("iteration", "mean_loss")  # which JSONWriter adds to the metrics
+# A result of such a name gets another one, whether the training has the metric yet or not.
+_OF_THE_TRAINING = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
+
+logger = logging.getLogger(__name__)
 
 # The storages that this thread or task has entered, the innermost last.
 _entered: ContextVar[tuple["EventStorage", ...]] = ContextVar("_entered", default=())
@@ -46,6 +53,9 @@ def has_event_storage() -> bool:
 
 class EventStorage:
     """The metrics of a run, by name and iteration.
+
+    The metrics of the training and the results of evaluations are kept apart: a result whose name
+    is that of a metric of the training is read and written as ``"eval/<name>"``.
 
     Putting a value never waits for a device. All tensors come to the host in one transfer when
     somebody reads a metric, or when 4096 values of a metric wait.
@@ -78,6 +88,7 @@ class EventStorage:
         self.writers: dict[str, Any] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
+        self._results: dict[str, HistoryBuffer] = {}
         self._tensors: list[Tensor] = []  # those on a device, among the pending values
         # These are detectron2's names, which its users' writers read.
         self._vis_data: deque[media.Image] = deque(maxlen=_MAX_QUEUED)
@@ -101,12 +112,15 @@ class EventStorage:
 
         Raises:
             TypeError: if ``value`` is not one real number.
+            ValueError: for the name ``"iteration"``.
         """
         if type(value) is not float:
             value = self._read_scalar(name, value)
         name = self._current_prefix + name
         history = self._histories.get(name)
         if history is None:
+            if name == "iteration":
+                raise ValueError("no metric can be named 'iteration': rows have that")
             history = HistoryBuffer()
             history.smoothing_hint = bool(smoothing_hint)
             self._histories[name] = history
@@ -123,6 +137,28 @@ class EventStorage:
         """Call :meth:`put_scalar` for several metrics, given as ``name=value``."""
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
+
+    def put_results(self, results: Mapping[str, float]) -> None:
+        """Record the results of an evaluation; ``trainer.after_evaluation`` calls it.
+
+        Args:
+            results: the numbers by name.
+        """
+        for name, value in results.items():
+            history = self._results.get(name)
+            if history is None:
+                history = self._results[name] = HistoryBuffer()
+                history.smoothing_hint = False
+                shown = next(n for n, h in self._named().items() if h is history)
+                if shown != name:
+                    logger.log(
+                        logging.WARNING if name in _COLUMNS else logging.INFO,
+                        "The result %r of the evaluation is recorded as %r, since the training "
+                        "has that name",
+                        name,
+                        shown,
+                    )
+            history.update(value, self.iter)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
         """Queue a copy of an image for the writers. This waits for the device of the image.
@@ -164,16 +200,28 @@ class EventStorage:
         Raises:
             KeyError: if there is no such metric. The message suggests the most similar name.
         """
-        self._fetch_pending()
-        if name not in self._histories:
-            hint = did_you_mean(name, self._histories)
+        histories = self.histories()
+        if name not in histories:
+            hint = did_you_mean(name, histories)
             raise KeyError(f"there is no metric {name!r}{hint}")
-        return self._histories[name]
+        return histories[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
-        """The values of all metrics by name."""
+        """The values of all metrics by name; those of the training come first."""
         self._fetch_pending()
-        return dict(self._histories)
+        return self._named()
+
+    def _named(self) -> dict[str, HistoryBuffer]:
+        named = dict(self._histories)
+        for name, history in self._results.items():
+            while name in named or name in _OF_THE_TRAINING:
+                name = f"eval/{name}"
+            named[name] = history
+        return named
+
+    def results(self) -> dict[str, HistoryBuffer]:
+        """The values of the results of evaluations, by the names that the evaluations gave."""
+        return dict(self._results)
 
     def latest(self) -> dict[str, Entry]:
         """By metric, the last value and its iteration."""
@@ -186,19 +234,10 @@ class EventStorage:
     _history = property(histories)
     _latest_scalars = property(latest)
 
-    def latest_iter(self, name: str) -> int | None:
-        """The iteration of a metric's last value; None if there is no such metric."""
-        history = self._histories.get(name)
-        if history is None:
-            return None
-        entries = history.pending or history.tail(1)
-        _, iteration = entries[-1]
-        return iteration
-
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
         """By metric, the last value, or the median of the last iterations if its hint says so."""
         latest = self.latest()
-        for name, history in self._histories.items():
+        for name, history in self._named().items():
             if history.smoothing_hint:
                 _, iteration = latest[name]
                 latest[name] = (history.recent_median(window_size), iteration)
@@ -211,7 +250,7 @@ class EventStorage:
 
     def smoothing_hints(self) -> dict[str, bool]:
         """By metric, whether writers should smooth it."""
-        return {name: h.smoothing_hint for name, h in self._histories.items()}
+        return {name: h.smoothing_hint for name, h in self._named().items()}
 
     def clear_images(self) -> None:
         """Remove the images from the queue."""
@@ -251,12 +290,11 @@ class EventStorage:
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and the last 1000 values of each metric, without images."""
-        metrics = {}
-        for name, history in self.histories().items():
-            metrics[name] = history.state_dict()
+        self._fetch_pending()
         return {
             "iteration": self.iter,
-            "metrics": metrics,
+            "metrics": {n: h.state_dict() for n, h in self._histories.items()},
+            "results": {n: h.state_dict() for n, h in self._results.items()},
             "written_counts": dict(self.written),
             "file_sizes": dict(self.file_sizes),
             "info": self.info,
@@ -264,16 +302,20 @@ class EventStorage:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace all metrics by those that :meth:`state_dict` returned."""
-        histories = {}
-        for name, state in state_dict["metrics"].items():
-            history = HistoryBuffer()
-            history.load_state_dict(state)
-            histories[name] = history
+        metrics = dict(state_dict["metrics"])
+        results = state_dict.get("results")
+        if results is None:  # of a revision that kept both in one dict
+            results = {
+                name: metrics.pop(name)
+                for name, state in state_dict["metrics"].items()
+                if not state["smoothing_hint"] and not name.endswith("lr")
+            }
+        self._histories = _loaded(metrics)
+        self._results = _loaded(results)
         self.iter = state_dict["iteration"]
         self.written = dict(state_dict["written_counts"])
         self.file_sizes = dict(state_dict["file_sizes"])
         self.info = dict(state_dict["info"])
-        self._histories = histories
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
         """The value as a float, or a copy of it where it is a tensor on a device."""
@@ -314,3 +356,11 @@ class EventStorage:
                 if isinstance(value, Tensor):
                     history.pending[index] = (fetched[value], iteration)
         self._tensors.clear()
+
+
+def _loaded(states: Mapping[str, Any]) -> dict[str, HistoryBuffer]:
+    histories = {}
+    for name, state in states.items():
+        histories[name] = HistoryBuffer()
+        histories[name].load_state_dict(state)
+    return histories

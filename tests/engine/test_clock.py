@@ -74,7 +74,7 @@ def test_evaluations_and_checkpoints_may_come_by_time(tmp_path: Path) -> None:
         [
             SlowSteps(130),
             EvalHook(every, evaluate),
-            BestCheckpointer(every, saver, "accuracy", "max"),
+            BestCheckpointer(saver, "accuracy", "max"),
             PeriodicCheckpointer(saver, every),
         ]
     )

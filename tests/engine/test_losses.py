@@ -58,7 +58,8 @@ class Period:
             self.finished += 1
         with Collectives() as collectives:
             asking = comm.get_rank() if stop_requested else -1
-            (asking,) = self.recorder.exchange(self.finished, [asking])
+            maxima = self.recorder.exchange(self.finished, {"asking": asking})
+        asking = maxima["asking"]
         values = {}
         for metric, history in self.storage.histories().items():
             new = [value for value, _ in history.since(start)]

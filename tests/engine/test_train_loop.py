@@ -25,7 +25,7 @@ class Recorder(CallbackHook):
     """Writes down each event as "name event iteration"."""
 
     def __init__(self, log: list[str], name: str = "hook", fail: Any = None) -> None:
-        def note(event: str, trainer: Any) -> None:
+        def note(event: str, trainer: Any, *_: Any) -> None:
             entry = f"{name} {event} {trainer.iter}"
             log.append(entry)
             if fail is not None and entry == str(fail):
@@ -182,7 +182,7 @@ def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> Non
     trainer.register_hooks([Counter(key="zeroth")], before=Counter)
     trainer.register_hooks([Counter(key="seventh")], after=Counter)
     trainer.register_hooks([Counter(key="end")], after=HookBase)
-    keys = [line.split(":")[0] for line in trainer.describe_hooks().splitlines()]
+    keys = [line.split(" ")[0] for line in trainer.describe_hooks().splitlines()]
     counted = ["zeroth", "first", "second", "third", "fourth", "fifth", "sixth"]
     assert keys == [*counted, "seventh", "Recorder", "end"]
 
@@ -190,7 +190,13 @@ def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> Non
 def test_hooks_are_described_with_their_events() -> None:
     trainer = Trainer()
     trainer.register_hooks([HookBase(), Counter(), Counter()])
-    expected = ["HookBase: ", "Counter: after_step", "Counter#1: after_step"]
+    trainer.register_hooks([hooks.IterationTimer()])
+    expected = [
+        "IterationTimer (time): before_train, after_step, after_train",
+        "HookBase (run): ",
+        "Counter (run): after_step",
+        "Counter#1 (run): after_step",
+    ]
     assert trainer.describe_hooks().splitlines() == expected
 
 
@@ -269,7 +275,7 @@ class Refuses(Counter):
 def test_a_hook_may_refuse_a_state_before_anything_is_changed(tmp_path: Path) -> None:
     def make() -> tuple[Any, Checkpointer]:
         trainer, saver = own_loop(SimpleTrainer, tmp_path, [])
-        trainer.register_hooks([Counter(), Refuses()], before="PeriodicCheckpointer")
+        trainer.register_hooks([Counter(), Refuses()])
         return trainer, saver
 
     first, saver = make()
@@ -386,8 +392,8 @@ def train_with_lone_hooks(folder: Path) -> list[str]:
         hooks.Preemption(saver),
         hooks.PeriodicCheckpointer(saver, 1),
         hooks.PeriodicCheckpointer(shards, 1),
-        hooks.BestCheckpointer(1, saver, "accuracy", "max"),
-        hooks.BestCheckpointer(1, shards, "accuracy", "max"),
+        hooks.BestCheckpointer(saver, "accuracy", "max"),
+        hooks.BestCheckpointer(shards, "accuracy", "max"),
     ):
         trainer = Trainer()
         trainer.register_hooks([lone] if comm.is_main_process() else [])
@@ -404,6 +410,85 @@ def test_a_hook_that_calls_collectives_is_refused_where_some_ranks_have_it(
     lone = ["EvalHook", "Preemption", "PeriodicCheckpointer", "BestCheckpointer"]
     expected = [f"register {name} on every rank, or on none" for name in lone]
     assert run_ranks(train_with_lone_hooks, 2, tmp_path) == [expected, []]
+
+
+class Phased(HookBase):
+    """Writes down its key at each event."""
+
+    def __init__(self, log: list[str], key: str, phase: str = "run") -> None:
+        self.log, self.key, self.phase = log, key, phase
+
+    def after_step(self) -> None:
+        self.log.append(self.key or "")
+
+    def after_evaluation(self, results: Any) -> None:
+        self.log.append(f"{self.key} {results}")
+
+
+def test_hooks_run_in_the_order_of_their_phases_then_of_their_registration() -> None:
+    log: list[str] = []
+    phases = ["end", "save", "run", "write", "evaluate", "run", "update", "time"]
+    trainer = Trainer()
+    for number, phase in enumerate(phases):
+        trainer.register_hooks([Phased(log, f"{phase} {number}", phase)])
+    trainer.train(0, 1)
+    order = ["time 7", "update 6", "run 2", "run 5", "evaluate 4", "write 3"]
+    assert log == [*order, "save 1", "end 0"]
+
+
+def test_a_hook_that_is_placed_takes_over_the_phase_of_its_neighbour() -> None:
+    log: list[str] = []
+    trainer = Trainer()
+    trainer.register_hooks([Phased(log, "saves", "save")])
+    trainer.register_hooks([Phased(log, "behind")], after="saves")
+    trainer.register_hooks([Phased(log, "writes", "write"), Phased(log, "runs")])
+    trainer.register_hooks([Phased(log, "in front", "end")], before="writes")
+    trainer.train(0, 1)
+    assert log == ["runs", "in front", "writes", "saves", "behind"]
+    assert {hook.key: hook.phase for hook in trainer.hooks} == {
+        "runs": "run",
+        "in front": "write",
+        "writes": "write",
+        "saves": "save",
+        "behind": "save",
+    }
+
+
+def test_an_unknown_phase_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'evaluation'; did you mean 'evaluate'"):
+        Trainer().register_hooks([Phased([], "a", "evaluation")])
+
+
+def test_an_evaluation_calls_the_hooks_with_its_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log: list[str] = []
+    trainer = Trainer()
+    evaluates = CallbackHook(
+        after_step=lambda t: t.after_evaluation({"a": {"b": 1}, "names": "cat"})
+    )
+    trainer.register_hooks([Phased(log, "late", "save"), evaluates])
+    trainer.register_hooks([Phased(log, "early", "time")])
+    trainer.train(4, 5)
+    assert log == ["early", "early {'a/b': 1.0}", "late {'a/b': 1.0}", "late"]
+    assert trainer.storage.latest() == {"a/b": (1.0, 4)}
+    assert "['names']" in caplog.text
+
+
+def evaluate_on_both() -> tuple[dict[str, Any], list[str]]:
+    log: list[str] = []
+    trainer = Trainer()
+    evaluates = CallbackHook(
+        after_step=lambda t: t.after_evaluation({"score": comm.get_rank() + 2})
+    )
+    trainer.register_hooks([evaluates, Phased(log, "hook")])
+    trainer.train(0, 1)
+    return trainer.storage.latest(), log
+
+
+def test_all_ranks_take_the_results_of_the_main_one() -> None:
+    expected = ({"score": (2.0, 0)}, ["hook {'score': 2.0}", "hook"])
+    assert run_ranks(evaluate_on_both, 2) == [expected, expected]
 
 
 def test_the_list_of_hooks_can_be_put_into_another_order_as_in_detectron2() -> None:
@@ -459,7 +544,8 @@ def test_an_own_loop_does_what_train_does(tmp_path: Path) -> None:
     trainer.train_loop(trainer.iter + 1, 5)
 
     assert torch.equal(trainer.model.fc.weight, reference.model.fc.weight)
-    assert (seen, expected) == ([2, 4, 5], [2, 5])
+    # At the end of the first part and of the second.
+    assert (seen, expected) == ([2, 3, 4], [2, 4])
     assert (trainer.iter, trainer.succeeded) == (5, True)
     assert torch.load(tmp_path / "own" / "model_final.pth")["trainer"]["iteration"] == 4
 
@@ -496,11 +582,11 @@ def test_an_own_loop_that_a_hook_shortens_has_succeeded() -> None:
 def train_with_best_on_main(folder: Path, max_iter: int) -> tuple[int, float | None]:
     trainer, checkpointer = own_loop(SimpleTrainer, folder, [])
     trainer.register_hooks([hooks.EvalHook(2, lambda: {"score": trainer.iter})])
-    best = hooks.BestCheckpointer(2, checkpointer, "score", "max")
+    best = hooks.BestCheckpointer(checkpointer, "score", "max")
     if comm.is_main_process():
         trainer.register_hooks([best])
     else:
-        del trainer._hooks[0]  # the one that saves
+        del trainer._hooks[-1]  # the one that saves
     checkpointer.resume_or_load("")
     first = trainer.iter
     trainer.train(max_iter=max_iter)
@@ -510,5 +596,5 @@ def train_with_best_on_main(folder: Path, max_iter: int) -> tuple[int, float | N
 def test_a_run_resumes_with_a_best_checkpointer_on_the_main_rank_only(
     tmp_path: Path,
 ) -> None:
-    assert run_ranks(train_with_best_on_main, 2, tmp_path, 4) == [(0, 4), (0, None)]
-    assert run_ranks(train_with_best_on_main, 2, tmp_path, 6) == [(3, 6), (3, None)]
+    assert run_ranks(train_with_best_on_main, 2, tmp_path, 4) == [(0, 3), (0, None)]
+    assert run_ranks(train_with_best_on_main, 2, tmp_path, 6) == [(3, 5), (3, None)]

@@ -56,17 +56,13 @@ def test_windows_of_iterations_end_at_the_last_value() -> None:
 
 def test_a_scalar_is_stamped_with_the_current_iteration_or_the_one_given() -> None:
     storage = EventStorage(start_iter=7)
-    assert storage.latest_iter("lr") is None
     storage.put_scalar("lr", 0.5)
     storage.step()
     storage.put_scalars(lr=0.25)
-    assert storage.latest_iter("lr") == 8
     storage.iter = 20
     storage.put_scalars(lr=0.125, cur_iter=3)
     storage.put_scalars(accuracy=0.5, smoothing_hint=False)
-    assert storage.latest_iter("lr") == 3
     assert storage.history("lr").values() == [(0.5, 7), (0.25, 8), (0.125, 3)]
-    assert storage.latest_iter("lr") == 3
     assert storage.latest() == {"lr": (0.125, 3), "accuracy": (0.5, 20)}
     assert storage.smoothing_hints() == {"lr": True, "accuracy": False}
     assert storage.iter == storage.iteration == 20

@@ -61,7 +61,7 @@ def train(folder: Path, build: Any, method: str, where: str) -> None:
 
     def wait_for_signal(batch: Any) -> Any:
         (folder / "there").touch()
-        wait_until(lambda: trainer.own_signal > 0)
+        wait_until(lambda: trainer.agreement.own_signal > 0)
         return model(batch)
 
     def in_step(_: Any) -> None:

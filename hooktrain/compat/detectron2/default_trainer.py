@@ -30,14 +30,16 @@ from hooktrain.events import EventWriter
 from hooktrain.model import get_bn_modules
 from hooktrain.utils import comm
 from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
 
 class BestCheckpointer(hooks.BestCheckpointer):
-    """A :class:`hooktrain.engine.hooks.BestCheckpointer` whose mode is ``"max"`` by default.
+    """A :class:`hooktrain.engine.hooks.BestCheckpointer` that finds its metric in the storage.
 
-    It has the names that subclasses read.
+    It looks there where ``eval_period`` ends and at the end, whoever has put the metric. It has the
+    names that subclasses read and override.
     """
 
     _logger = logger
@@ -48,11 +50,39 @@ class BestCheckpointer(hooks.BestCheckpointer):
         checkpointer: Any,
         val_metric: str,
         mode: str = "max",
-        *args: Any,
+        file_prefix: str = "model_best",
         **kwargs: Any,
     ) -> None:
-        super().__init__(eval_period, checkpointer, val_metric, mode, *args, **kwargs)
+        super().__init__(checkpointer, val_metric, mode, file_prefix, **kwargs)
+        self._period = Period(eval_period)
         self._compare = operator.gt if mode == "max" else operator.lt
+
+    def after_evaluation(self, results: Any) -> None:
+        """The results are in the storage."""
+
+    def after_step(self) -> None:
+        """Look at the metric where a period ends."""
+        if self._period.is_due_or_last(self.trainer):
+            self._best_checking()
+
+    def after_train(self) -> None:
+        """Look at the metric of an evaluation that came behind the last iteration."""
+        if self.trainer.succeeded:
+            self._best_checking()
+        super().after_train()
+
+    def _best_checking(self) -> None:
+        """Save the model if the latest value is of these weights, and the best one."""
+        latest = self.trainer.storage.latest().get(self._val_metric, (0.0, -1))
+        if (
+            self.on_every_rank
+        ):  # the main process may be the only one that knows the metric
+            latest = comm.broadcast(latest)
+        value, measured_at = latest
+        if measured_at < self.trainer.done - 1:
+            logger.warning("%r has no value of this iteration", self._val_metric)
+        else:
+            self._judge(value)
 
 
 class LRScheduler(hooks.LRScheduler):

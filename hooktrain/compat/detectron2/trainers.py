@@ -47,6 +47,7 @@ class TrainerBase(engine.TrainerBase):
             trainer that is not the ``_trainer`` makes a step.
     """
 
+    places_by_phase = False  # as in detectron2 the order of registration alone decides
     state_parts: ClassVar[frozenset[str]] = ModelTrainer.state_parts
     _trainer: Any = None
     # The constructor sets these, and what it has set hides them.
@@ -222,7 +223,7 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
         recorder = LossRecorder(storage, iteration)
         recorder.record(iteration, loss_dict, data_time, prefix + "total_loss")
         if comm.get_world_size() > 1:
-            recorder.exchange(iteration + 1, [])
+            recorder.exchange(iteration + 1, {})
         recorder.check(iteration + 1)
 
 

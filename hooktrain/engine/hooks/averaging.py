@@ -52,6 +52,8 @@ class EMA(HookBase):
             ``model`` is another one than the trainer's.
     """
 
+    phase = "update"
+
     def __init__(
         self,
         model: nn.Module,
@@ -106,8 +108,8 @@ class EMA(HookBase):
 class PreciseBN(HookBase):
     """Replaces the running statistics of batch norm by the true ones of recent weights.
 
-    See :func:`hooktrain.model.update_bn_stats`. Register it before ``EvalHook``. It matters after
-    few iterations: the first statistics, a mean of 0 and a variance of 1, still have the weight
+    See :func:`hooktrain.model.update_bn_stats`. It matters after few iterations: the
+    first statistics, a mean of 0 and a variance of 1, still have the weight
     ``(1 - momentum) ** iterations``.
 
     Args:
@@ -124,6 +126,7 @@ class PreciseBN(HookBase):
     """
 
     needs_every_rank = True
+    phase = "update"
 
     def __init__(
         self,

@@ -61,6 +61,8 @@ class SkipNonFinite(HookBase):
         ValueError: for impossible arguments; in a run, if ``max_ratio`` finds no losses.
     """
 
+    phase = "update"
+
     def __init__(self, max_skips: int = 20, max_ratio: float | None = None) -> None:
         check_count("max_skips", max_skips, 0)
         if max_ratio is not None and not max_ratio > 1:
@@ -157,8 +159,7 @@ class Watchdog(HookBase):
 
     ``timeout_s`` must exceed the longest iteration and the longest save. Each batch of
     :func:`hooktrain.evaluation.inference_on_dataset` counts as progress. Call
-    :func:`hooktrain.utils.timer.beat` inside of anything else that takes long. The final evaluation
-    is watched if the hook is registered last.
+    :func:`hooktrain.utils.timer.beat` inside of anything else that takes long.
 
     What this rank's collectives were is written to a file that the message names, by torch's flight
     recorder: :func:`write_flight_record`.
@@ -175,6 +176,8 @@ class Watchdog(HookBase):
     Raises:
         ValueError: if ``timeout_s`` is not above 0.
     """
+
+    phase = "end"
 
     def __init__(self, timeout_s: float, first_s: float = 0) -> None:
         if timeout_s <= 0:

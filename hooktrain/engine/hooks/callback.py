@@ -1,6 +1,6 @@
 """Functions as hooks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hooktrain.engine.hook_base import HookBase
@@ -9,7 +9,7 @@ Callback = Callable[[Any], object]
 
 
 class CallbackHook(HookBase):
-    """Calls functions at the events; each gets the trainer.
+    """Calls functions at the events; each gets the trainer, and at an evaluation the results.
 
     Args:
         before_train: called once before the first iteration.
@@ -17,6 +17,8 @@ class CallbackHook(HookBase):
         before_step: called before each iteration.
         after_backward: called between the backward pass and the update.
         after_step: called after each iteration.
+        after_evaluation: called with the trainer and the results after each evaluation.
+        phase: when it runs among the hooks; see :class:`HookBase`.
     """
 
     def __init__(
@@ -27,13 +29,17 @@ class CallbackHook(HookBase):
         before_step: Callback | None = None,
         after_backward: Callback | None = None,
         after_step: Callback | None = None,
+        after_evaluation: Callable[[Any, Mapping[str, float]], object] | None = None,
+        phase: str = "run",
     ) -> None:
-        self._functions = {
+        self.phase = phase
+        self._functions: dict[str, Callable[..., object] | None] = {
             "before_train": before_train,
             "after_train": after_train,
             "before_step": before_step,
             "after_backward": after_backward,
             "after_step": after_step,
+            "after_evaluation": after_evaluation,
         }
 
     def before_train(self) -> None:
@@ -56,7 +62,11 @@ class CallbackHook(HookBase):
         """Call the function given for this event."""
         self._call("after_step")
 
-    def _call(self, event: str) -> None:
+    def after_evaluation(self, results: Mapping[str, float]) -> None:
+        """Call the function given for this event."""
+        self._call("after_evaluation", results)
+
+    def _call(self, event: str, *args: Any) -> None:
         function = self._functions[event]
         if function is not None:
-            function(self.trainer)
+            function(self.trainer, *args)

@@ -6,8 +6,8 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
+from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import HookBase
-from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver.checks import another_model
 from hooktrain.utils.file_io import publish
@@ -37,14 +37,13 @@ class PeriodicCheckpointer(HookBase):
     tries again; only the last save of the run raises. When that one returns, it is on the disk,
     also if the checkpointer saves in the background.
 
-    Register it last, so that the checkpoint holds what the other hooks did in the iteration. A
-    loop without a trainer calls :meth:`step` after each iteration, on all ranks or on one.
+    A loop without a trainer calls :meth:`step` after each iteration, on all ranks or on one.
 
     Gradients are not saved: where a model's own step accumulates over several iterations, a
     save is put off to the end of the accumulation, for a period at most.
 
     Args:
-        checkpointer: what saves.
+        checkpointer: the Checkpointer to save with.
         period: in iterations, at least 1; in a trainer also like ``"1 epoch"`` or ``"10 minutes"``.
         max_iter: the number of iterations of the run, which a trainer sets. None if the end is not
             known, so that no final file is written.
@@ -57,6 +56,8 @@ class PeriodicCheckpointer(HookBase):
         ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number, or for an
             impossible ``file_prefix``.
     """
+
+    phase = "save"
 
     def __init__(
         self,
@@ -88,22 +89,13 @@ class PeriodicCheckpointer(HookBase):
         saved = self.checkpointer.checkpointables.values()
         if not any(isinstance(each, TrainerBase) for each in saved):
             logger.warning(
-                "Checkpoints have no trainer: give Checkpointer(..., trainer=trainer)"
+                "Checkpoints will lack the trainer's state: pass trainer=trainer to Checkpointer"
             )
         model = self.checkpointer.model
         trained = getattr(self.trainer, "model", model)
         problem = another_model("Checkpointer", model.parameters(), trained)
         if problem:
             logger.warning(problem)
-        hooks = self.trainer.hooks
-        later = hooks[hooks.index(self) + 1 :]
-        late = [type(hook).__name__ for hook in later if hook.state_dict()]
-        if late:
-            logger.warning(
-                "%s come after %s, which saves their state of an iteration before",
-                late,
-                type(self).__name__,
-            )
 
     def _begin(self, *, is_new: bool) -> None:
         self._has_begun = True
@@ -132,8 +124,9 @@ class PeriodicCheckpointer(HookBase):
             is_time = (iteration + 1) % period == 0 or self._is_last(iteration)
         else:
             is_time = self._is_time()
+        clock = Clock() if self.trainer is None else self.trainer.clock
         if is_time:
-            with spent(self.trainer, "save_time"):
+            with clock.pause("save"):
                 self._save(iteration, **extra)
 
     def _is_last(self, iteration: int) -> bool:

@@ -16,10 +16,8 @@ from hooktrain.checkpoint.resume import delete_replaced
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.checkpointing import check_saver
-from hooktrain.engine.hooks.hours import spent
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.evaluation.testing import as_numbers
-from hooktrain.events.history import Entry
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.env import seed_step
@@ -34,9 +32,9 @@ _PATIENCE_SECONDS = 5.0
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
-    Each call is seeded by the seed, the iteration and the rank. The results become metrics.
-    Register it on every rank or on none. Every rank takes the results of the main process, so that
-    hooks that act on a metric do the same everywhere.
+    Each call is seeded by the seed, the iteration and the rank. Its results go to
+    ``trainer.after_evaluation``, which records them and calls the hooks. The same weights are
+    evaluated once: a run that is stopped right after an evaluation has no other one.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
     what was trained is saved where that is due. A rank that fails among several waits some
@@ -49,18 +47,18 @@ class EvalHook(HookBase):
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
             Other values in it, such as torchmetrics' list of classes, are named in the log and
             left out.
-        eval_after_train: whether to evaluate at the end.
+        eval_after_train: whether to evaluate at the end: in the last iteration, and in a run that
+            is stopped early or was complete when it began, behind it.
 
     Attributes:
-        has_results: whether an evaluation has returned metrics.
         last_results: what the function returned last on this rank.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
     """
 
-    has_results = False
     needs_every_rank = True
+    phase = "evaluate"
 
     def __init__(
         self,
@@ -77,54 +75,53 @@ class EvalHook(HookBase):
         self._eval_after_train = eval_after_train
         self.last_results: Mapping[str, Any] = {}
 
+    def before_train(self) -> None:
+        """Nothing is evaluated yet."""
+        self._evaluated = -1  # so many iterations were done at the last evaluation
+
     def after_step(self) -> None:
-        """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
-        if self.trainer.is_last and self._eval_after_train:
-            return
-        if self._period.is_due(self.trainer):
+        """Evaluate where a period ends, and in the last iteration."""
+        at_end = self._eval_after_train and self.trainer.is_last
+        if at_end or self._period.is_due(self.trainer):
+            self._evaluated = self.trainer.done
             self._do_eval()
-            self.trainer.synchronize()  # a signal may have come meanwhile
 
     def after_train(self) -> None:
-        """Evaluate a run that came to its end."""
-        if self._eval_after_train and self.trainer.succeeded:
+        """Evaluate a run that came to its end otherwise than by its last iteration."""
+        is_new = self._evaluated != self.trainer.done
+        if self._eval_after_train and self.trainer.succeeded and is_new:
             self._do_eval()
 
     def _do_eval(self) -> None:
-        with spent(self.trainer, "evaluation_time"):
-            self._evaluate()
-
-    def _evaluate(self) -> None:
         numbers: dict[str, float] = {}
         error: Exception | None = None
         done = self.trainer.done
         seed_step(self.trainer.seed, done, comm.data_parallel_rank(), "evaluation")
-        try:
-            self.last_results = self._func() or {}
-            numbers = as_numbers(self.last_results)
-        except Exception as raised:
-            logger.error(
-                "The evaluation failed: the run ends when the other hooks are done"
-            )
-            error = raised
-        # Ranks need very different times to evaluate. They wait for each other here, so that a
-        # stack of a rank that waits shows what it is waiting for.
-        if not _wait_for_all_ranks(_PATIENCE_SECONDS if error else None) and error:
+        with self.trainer.clock.pause("evaluation"):
+            try:
+                self.last_results = self._func() or {}
+                numbers = as_numbers(self.last_results)
+            except Exception as raised:
+                logger.error(
+                    "The evaluation failed: the run ends when the other hooks are done"
+                )
+                error = raised
+            # Ranks need very different times to evaluate. They wait for each other here, so that a
+            # stack of a rank that waits shows what it is waiting for.
+            is_met = _wait_for_all_ranks(_PATIENCE_SECONDS if error else None)
+        if error is not None and not is_met:
             raise error
 
-        def outcome() -> dict[str, float]:
+        def succeed() -> None:
             if error is not None:
                 raise error
-            return numbers
 
         try:
-            numbers = comm.on_all_ranks(outcome)[0]
+            comm.on_all_ranks(succeed)
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        for name, number in numbers.items():
-            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
-        self.has_results |= bool(numbers)
+        self.trainer.after_evaluation(numbers)
 
 
 def _wait_for_all_ranks(seconds: float | None) -> bool:
@@ -169,43 +166,48 @@ def is_better(
     return gain > min_delta
 
 
-def new_value(trainer: TrainerBase, metric: str, since: int) -> Entry | None:
-    """The last value of a metric and its iteration, if that is after ``since``.
+def tell_without_evaluation(hook: HookBase, metric: str) -> None:
+    """Log who has to evaluate, if no ``EvalHook`` does."""
+    if not any(isinstance(each, EvalHook) for each in hook.trainer.hooks):
+        logger.info(
+            "%s waits for trainer.after_evaluation({%r: ...}), which a hook of yours has to call: "
+            "there is no EvalHook",
+            type(hook).__name__,
+            metric,
+        )
 
-    None if there is no such value. If each ``EvalHook`` has had results, but there never was such
-    a metric, the run ends with an error.
+
+def find_result(
+    trainer: TrainerBase, metric: str, results: Mapping[str, float]
+) -> float | None:
+    """The metric among the results of an evaluation; None if only another evaluation gives it.
+
+    If every ``EvalHook`` has had results, and none of them was the metric, the run ends with an
+    error, after the other hooks have seen the iteration.
     """
-    storage = trainer.storage
-    measured_at = storage.latest_iter(metric)
-    if measured_at is None:
-        refuse_missing(metric, trainer)
-    elif measured_at > since:
-        return storage.history(metric).tail(1)[0]
-    return None
-
-
-def refuse_missing(metric: str, trainer: TrainerBase) -> None:
-    """End the run with an error if each ``EvalHook`` has had results, but none of that name."""
+    if metric in results:
+        return results[metric]
     evaluations = [hook for hook in trainer.hooks if isinstance(hook, EvalHook)]
-    if evaluations and all(hook.has_results for hook in evaluations):
-        hint = did_you_mean(metric, trainer.storage.histories())
-        trainer.raise_later(ValueError(f"there is no metric {metric!r}{hint}"))
+    is_known = metric in trainer.storage.results()
+    if not is_known and all(hook.last_results for hook in evaluations):
+        hint = did_you_mean(metric, results)
+        trainer.raise_later(ValueError(f"no evaluation gives {metric!r}{hint}"))
+    return None
 
 
 class BestCheckpointer(HookBase):
     """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
 
-    With a sharded checkpointer that is a folder ``model_best``. Register it after ``EvalHook``, so
-    that what was measured is what is saved, and before ``PeriodicCheckpointer``, since the best
-    value so far is state of this hook.
+    With a sharded checkpointer that is a folder ``model_best``. It is saved at once, so that what
+    was measured is what is saved, when the hooks of the earlier phases have seen the results. A
+    run that starts from it goes on with the same iteration as from a checkpoint.
 
     A resumed run never overwrites a better model, not even one that was saved after the
     checkpoint it resumes from, or as a folder where it saves files. No run resumes from the file.
 
     Args:
-        eval_period: that of the ``EvalHook``; 0 looks at the end of training only.
-        checkpointer: what saves.
-        val_metric: the name of the metric, such as ``"classification/accuracy"``.
+        checkpointer: the Checkpointer to save with.
+        val_metric: the name of a result, such as ``"classification/accuracy"``.
         mode: ``"max"`` if more is better, ``"min"`` if less is.
         file_prefix: the name of the file, without ``.pth``.
         ema: a hook whose averaged weights are saved as the model, where the metric is theirs.
@@ -215,13 +217,15 @@ class BestCheckpointer(HookBase):
         best_iter: the iteration that it was measured at, or None.
 
     Raises:
-        ValueError: for another mode, or an impossible ``file_prefix``; in a run, when it is due
-            and the metric is not there or older than the weights. What was trained is saved first.
+        TypeError: if ``checkpointer`` is something else.
+        ValueError: for another mode, or an impossible ``file_prefix``; in a run, if no evaluation
+            gives the metric. What was trained is saved first.
     """
+
+    phase = "save"
 
     def __init__(
         self,
-        eval_period: int | str,
         checkpointer: Checkpointer,
         val_metric: str,
         mode: str | None = None,
@@ -230,7 +234,6 @@ class BestCheckpointer(HookBase):
         ema: EMA | None = None,
     ) -> None:
         check_saver(checkpointer, file_prefix)
-        self._period = Period(eval_period)
         self._checkpointer = checkpointer
         self._val_metric = val_metric
         self._mode = check_mode(mode, val_metric)
@@ -244,6 +247,7 @@ class BestCheckpointer(HookBase):
 
     def before_train(self) -> None:
         """Learn from the file of a resumed run which value has to be exceeded."""
+        tell_without_evaluation(self, self._val_metric)
         if self.trainer.start_iter > 0:
             self._follow_file()
 
@@ -271,56 +275,31 @@ class BestCheckpointer(HookBase):
         else:
             self.load_state_dict(content.get("best", {}))
 
-    def after_step(self) -> None:
-        """Look at the metric after an evaluation."""
-        if not self.trainer.is_last and self._period.is_due(self.trainer):
-            self._best_checking()
+    def after_evaluation(self, results: Mapping[str, float]) -> None:
+        """Save the model if the metric has its best value."""
+        value = find_result(self.trainer, self._val_metric, results)
+        if value is not None:
+            self._judge(value)
 
-    def after_train(self) -> None:
-        """Look at the metric after the final evaluation; say which model was the best."""
-        if not self.trainer.succeeded:
-            return
-        self._best_checking()
-        self._checkpointer.wait()
-        if self.best_metric is not None:
-            logger.info(
-                "The best %s is %.4g, of iteration %d, in %s",
-                self._val_metric,
-                self.best_metric,
-                self.best_iter,
-                self._file,
-            )
-
-    def _best_checking(self) -> None:
-        """Save the model if the latest value is the best one."""
-        self._checkpointer.wait()  # to know whether the best so far was saved
+    def _judge(self, value: float) -> None:
         trainer = self.trainer
-        if self.on_every_rank:
-            trainer.synchronize()  # the metric may be the mean over the ranks
-        name = self._val_metric
-        latest = trainer.storage.latest().get(name, (math.nan, -1))
+        self._checkpointer.wait()  # to know whether the best so far was saved
         best = (self.best_metric, self.best_iter)
-        if self.on_every_rank:
-            # The main process may be the only one that knows the metric, and what is in the file.
-            latest, best = comm.broadcast((latest, best))
+        if self.on_every_rank:  # the main process knows what is in the file
+            best = comm.broadcast(best)
         self.best_metric, self.best_iter = best
-        value, measured_at = latest
-        iteration = trainer.done - 1
-        if measured_at < iteration:
-            if trainer._late_error is None:  # or else the evaluation has failed
-                self._explain_old(measured_at)
-            return
         so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
-        logger.info("%s is %.4g; the best so far: %s", name, value, so_far)
+        logger.info("%s is %.4g; the best so far: %s", self._val_metric, value, so_far)
         if not is_better(value, self.best_metric, self._mode):
             return
         if self.on_every_rank:
             trainer.prepare_save()
+        iteration = trainer.done - 1
         # As in detectron2: a subclass learns of a best value, and may refuse it.
-        if self._update_best(value, measured_at) is False:
+        if self._update_best(value, iteration) is False:
             return
         averaged = self._ema.swap() if self._ema else nullcontext()
-        with spent(trainer, "save_time"), averaged:
+        with trainer.clock.pause("save"), averaged:
             self._checkpointer.save(
                 self._file_prefix,
                 tag=False,
@@ -330,24 +309,30 @@ class BestCheckpointer(HookBase):
                 best=self.state_dict(),
             )
 
+    def after_train(self) -> None:
+        """Say which model was the best."""
+        if not self.trainer.succeeded:
+            return
+        self._checkpointer.wait()
+        if self.best_metric is None:
+            logger.warning(
+                "No evaluation gave a finite %r: no best model was saved",
+                self._val_metric,
+            )
+        else:
+            logger.info(
+                "The best %s is %.4g, of iteration %d, in %s",
+                self._val_metric,
+                self.best_metric,
+                self.best_iter,
+                self._file,
+            )
+
     def _update_best(self, val: float, iteration: int) -> bool:
         """Keep the best value so far."""
         self.best_metric = val
         self.best_iter = iteration
         return True
-
-    def _explain_old(self, measured_at: int) -> None:
-        """Say why there is no value of this iteration; end a run that is set up wrongly."""
-        name = self._val_metric
-        if measured_at < 0:
-            logger.warning("No metric %r so far to choose the best model by", name)
-            refuse_missing(name, self.trainer)
-        elif not self.trainer.succeeded:  # at the end there may have been no evaluation
-            error = ValueError(
-                f"BestCheckpointer is due at iteration {self.trainer.iter}, but {name!r} was "
-                f"measured at {measured_at}: register it behind EvalHook, with its eval_period"
-            )
-            self.trainer.raise_later(error)
 
     def _go_on(self, error: OSError) -> None:
         logger.error(
@@ -374,20 +359,20 @@ class BestCheckpointer(HookBase):
 
 
 class EarlyStopping(HookBase):
-    """Asks for the end of training when a metric has not improved for some evaluations.
+    """Asks for the end of training when a result has not improved for some evaluations.
 
-    It looks after each iteration that put a new value of the metric, so register it after the
-    hook that does. A value that is not finite counts as no improvement.
+    A value that is not finite counts as no improvement. To stop by a metric of the training, let a
+    hook of yours call ``trainer.after_evaluation({"my_loss": value})`` as often as it is to count.
 
     Args:
-        metric: the name of the metric, such as ``"classification/val_loss"``.
+        metric: the name of a result, such as ``"classification/val_loss"``.
         mode: ``"max"`` if more is better, ``"min"`` if less is.
-        patience: how many values in a row without improvement end the run, at least 1.
+        patience: how many evaluations in a row without improvement end the run, at least 1.
         min_delta: an improvement must be larger than this.
 
     Raises:
-        ValueError: for another mode, or a patience below 1; in a run, if the metric is not there
-            after the first evaluation.
+        ValueError: for another mode, or a patience below 1; in a run, if no evaluation gives the
+            metric.
     """
 
     def __init__(
@@ -404,24 +389,17 @@ class EarlyStopping(HookBase):
         self._min_delta = min_delta
         self._best: float | None = None
         self._waited = 0
-        self._seen_iter = -1
 
     def before_train(self) -> None:
         """Stop a resumed run that had stopped, unless its patience was raised."""
-        if not any(isinstance(hook, EvalHook) for hook in self.trainer.hooks):
-            logger.warning(
-                "EarlyStopping: there is no EvalHook, so another hook or the model has to "
-                "record the metric %r",
-                self._metric,
-            )
+        tell_without_evaluation(self, self._metric)
         self._stop_if_exhausted()
 
-    def after_step(self) -> None:
-        """Look at a new value of the metric."""
-        found = new_value(self.trainer, self._metric, self._seen_iter)
-        if found is None:
+    def after_evaluation(self, results: Mapping[str, float]) -> None:
+        """Look at the result."""
+        value = find_result(self.trainer, self._metric, results)
+        if value is None:
             return
-        value, self._seen_iter = found
         if is_better(value, self._best, self._mode, self._min_delta):
             self._best = value
             self._waited = 0
@@ -438,14 +416,9 @@ class EarlyStopping(HookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and how long ago it was."""
-        return {
-            "best": self._best,
-            "waited": self._waited,
-            "seen_iter": self._seen_iter,
-        }
+        return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self._best = state_dict["best"]
         self._waited = state_dict["waited"]
-        self._seen_iter = state_dict["seen_iter"]

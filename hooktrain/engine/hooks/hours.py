@@ -1,9 +1,6 @@
 """Where the hours of a run went, and how fast its steps are."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import JSONWriter
@@ -11,21 +8,19 @@ from hooktrain.utils.logger import pretty_seconds
 
 logger = logging.getLogger(__name__)
 
-# The metrics whose sums are told. "data_time" is a part of "time".
-_PARTS = ("time", "data_time", "evaluation_time", "save_time", "again_time")
-
 
 class Hours(HookBase):
     """Logs at the end on what a run has spent its time, also before it was killed and resumed.
 
-    The parts are sums of metrics, so each checkpoint has them:
+    The trainer's clock counts the parts, and each checkpoint has them:
 
-    - ``time`` of the steps, by :class:`IterationTimer`, and ``data_time`` within it;
-    - ``evaluation_time`` and ``save_time``, which other hooks record if this one is registered;
-    - ``again_time`` of iterations that kills have taken back: those that ``metrics.json`` had rows
-      of when the run was resumed, at the mean time of a step.
+    - ``step``: the iterations, with the wait for the device; ``data``: the part of them that waited
+      for batches, by the metric ``data_time``;
+    - ``evaluation`` and ``save``;
+    - ``again``: the iterations that kills have taken back. They are those that ``metrics.json`` had
+      rows of when the run was resumed, at the mean time of a step.
 
-    A start that is killed before its first checkpoint leaves no trace. Register it last.
+    A start that is killed before its first checkpoint leaves no trace.
 
     Given what an iteration does, it also records how much of that the steps do in a second::
 
@@ -40,18 +35,20 @@ class Hours(HookBase):
             ``second`` or ``mfu`` are not compared when a resume proves itself.
     """
 
+    phase = "end"
+
     def __init__(self, **rates: float) -> None:
         self._rates = rates
         self._since = 0.0
 
     def before_train(self) -> None:
-        """Record the time of the steps that are computed again."""
-        storage = self.trainer.storage
-        steps = storage.histories().get("time")
-        for writer in storage.writers.values():
-            if steps and isinstance(writer, JSONWriter) and writer.cut:
-                again = writer.cut[-1]["iteration"] + 1 - self.trainer.start_iter
-                storage.put_scalar("again_time", again * steps.global_avg())
+        """Count the iterations that are computed again."""
+        start, clock = self.trainer.start_iter, self.trainer.clock
+        for writer in self.trainer.storage.writers.values():
+            if start > 0 and isinstance(writer, JSONWriter) and writer.cut:
+                again = writer.cut[-1]["iteration"] + 1 - start
+                before = clock.pauses.get("again", 0.0)
+                clock.pauses["again"] = before + again * clock.own / start
                 return
 
     def before_step(self) -> None:
@@ -68,27 +65,12 @@ class Hours(HookBase):
 
     def after_train(self) -> None:
         """Log the parts."""
-        seconds = {}
-        for name, history in self.trainer.storage.histories().items():
-            if name in _PARTS:
-                seconds[name] = history.global_avg() * history.count
-        total = sum(seconds.values()) - seconds.get("data_time", 0.0)
-        if total > 0:
-            for name, each in seconds.items():
-                share = 100 * each / total
-                logger.info("%s: %s, %.1f %%", name, pretty_seconds(each), share)
-
-
-@contextmanager
-def spent(trainer: Any, name: str) -> Iterator[None]:
-    """Record the time inside of this as a metric, if a trainer has the hook :class:`Hours`.
-
-    Args:
-        trainer: the trainer, or None.
-        name: the metric.
-    """
-    counts = trainer and any(isinstance(hook, Hours) for hook in trainer.hooks)
-    start = counts and trainer.clock.read()
-    yield
-    if counts:
-        trainer.storage.put_scalar(name, trainer.clock.read() - start)
+        clock = self.trainer.clock
+        parts = {"step": clock.own, **clock.pauses}
+        total = sum(parts.values())
+        waits = self.trainer.storage.histories().get("data_time")
+        if waits:
+            parts["data"] = waits.global_avg() * waits.count
+        for name, seconds in parts.items() if total > 0 else ():
+            share = 100 * seconds / total
+            logger.info("%s: %s, %.1f %%", name, pretty_seconds(seconds), share)

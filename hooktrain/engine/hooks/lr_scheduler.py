@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
 
 from hooktrain.engine.hook_base import HookBase
-from hooktrain.engine.hooks.evaluation import new_value
+from hooktrain.engine.hooks.evaluation import find_result, tell_without_evaluation
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import scheduled
 
@@ -34,20 +34,22 @@ class LRScheduler(HookBase):
         scheduler: a schedule; or a list, stepped in order. Several optimizers, whose rates are
             recorded as ``<name>.lr``, get each the same multiplier, or their own from a dict of
             either by name. None takes ``trainer.scheduler``.
-        metric: for :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, the metric that it watches.
-            It steps after each new value, so register this hook after the one that evaluates.
+        metric: for :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, the result that it watches.
+            It steps after each evaluation. After one that no update follows, it steps when a
+            resumed run goes on.
         by_epoch: whether schedulers of torch count epochs, not iterations. The log says which.
 
     Raises:
         TypeError: when training starts, for what is no schedule.
         ValueError: when training starts, if a schedule is of another optimizer, is there twice,
             lacks its metric, or counts epochs and the trainer has no ``epoch_length``; when a state
-            of other schedulers is loaded; in a run, if a metric is not there after the first
-            evaluation.
+            of other schedulers is loaded; in a run, if no evaluation gives the metric.
 
     Attributes:
         scheduler: the schedule as it was given.
     """
+
+    phase = "update"
 
     def __init__(
         self,
@@ -65,7 +67,8 @@ class LRScheduler(HookBase):
         self._by_epoch = by_epoch
         # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
-        self._seen_iters: dict[int, int] = {}  # of the values that are used
+        # Watched results that no update has followed yet.
+        self._unused: dict[str, float] = {}
         self._loaded: Mapping[str, Any] = {}  # and not given to them yet
 
     def before_train(self) -> None:
@@ -95,8 +98,15 @@ class LRScheduler(HookBase):
             for name, states in _saved_schedulers(self._loaded).items():
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
                     schedule.load_state_dict(state)
-            self._seen_iters = dict(self._loaded.get("seen_iters", {}))
+            self._unused = dict(self._loaded.get("unused_results", {}))
             self._loaded = {}
+        for metric, step in self._watched:
+            tell_without_evaluation(self, metric)
+            if (
+                metric in self._unused
+                and self.trainer.start_iter < self.trainer.max_iter
+            ):
+                step(self._unused.pop(metric))
 
     def _optimizers(self) -> Mapping[str, Any]:
         """The optimizers by name, in wrappers or not; the only one has the name ``""``."""
@@ -159,7 +169,7 @@ class LRScheduler(HookBase):
         self._driven.append(((optimizer, key), scheduler))
 
     def watch(self, metric: str, step: Callable[[float], Any]) -> None:
-        """Call a function with each new value of a metric."""
+        """Call a function with the value of a result after each evaluation."""
         self._watched.append((metric, step))
 
     def step_every(self, scheduler: Any, by_epoch: bool) -> int:
@@ -212,13 +222,20 @@ class LRScheduler(HookBase):
         for period, schedule in self._steps:
             if self.trainer.done % period == 0:
                 schedule.step()
-        for i, (metric, step) in enumerate(self._watched):
-            found = new_value(self.trainer, metric, self._seen_iters.get(i, -1))
-            if found is not None:
-                value, self._seen_iters[i] = found
-                step(value)
         if self._to_watch:
             self._to_watch -= 1
+            self._left = self._look()
+
+    def after_evaluation(self, results: Mapping[str, float]) -> None:
+        """Step what watches a result, unless no update follows in this run."""
+        is_over = self.trainer.is_last or self.trainer.succeeded
+        for metric, step in self._watched:
+            value = find_result(self.trainer, metric, results)
+            if value is not None and is_over:
+                self._unused[metric] = value
+            elif value is not None:
+                step(value)
+        if self._to_watch:
             self._left = self._look()
 
     def _look(self) -> list[Any]:
@@ -246,7 +263,7 @@ class LRScheduler(HookBase):
         states = {}
         for name, schedulers in self._schedulers.items():
             states[name] = [scheduler.state_dict() for scheduler in schedulers]
-        return {"schedulers": states, "seen_iters": dict(self._seen_iters)}
+        return {"schedulers": states, "unused_results": dict(self._unused)}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the state of other schedulers."""

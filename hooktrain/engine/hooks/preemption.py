@@ -47,16 +47,17 @@ class Preemption(HookBase):
     signals to their process. Start those of other loaders by
     :func:`hooktrain.utils.workers.start_workers`.
 
-    Register it on every rank, and last, so that the checkpoint holds what the other hooks did.
-    Python has signal handlers in the main thread only: in another one the hook does nothing.
+    Register it on every rank. Python has signal handlers in the main thread only: in another one
+    the hook does nothing.
 
     Args:
-        checkpointer: what saves.
+        checkpointer: the Checkpointer to save with.
         signals: the signals to act on. Add ``signal.SIGUSR1`` for a scheduler that announces the
             end of a job by it; torchrun needs ``--signals-to-handle`` for it, or it ends at once.
     """
 
     needs_every_rank = True
+    phase = "save"
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Preemption(HookBase):
         if trainer.is_last:  # the run comes to its end anyhow
             return
         self._exchange()
-        number = trainer.signal
+        number = trainer.agreement.signal
         if not number or not trainer.can_save:
             return
         name = signal.Signals(number).name
@@ -128,7 +129,7 @@ class Preemption(HookBase):
         """Let the ranks know of signals. Where periods are long, they exchange metrics earlier."""
         trainer, clock = self.trainer, self.trainer.clock
         if comm.get_world_size() == 1:
-            trainer.signal = trainer.own_signal
+            trainer.agreement.signal = trainer.agreement.own_signal
             return
         done = trainer.done
         if not trainer.ends_period:
@@ -143,10 +144,11 @@ class Preemption(HookBase):
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # This runs between any two instructions of the main thread: no logging, no locks.
         now = time.monotonic()
-        received = self.trainer.own_signal
+        agreement = self.trainer.agreement
+        received = agreement.own_signal
         if not received:
             self._received_at = now
-            self.trainer.own_signal = received = number
+            agreement.own_signal = received = number
             if comm.is_main_process():
                 with suppress(OSError):  # if stderr is closed
                     os.write(2, _HEARD)

@@ -65,6 +65,7 @@ class ReplayCheck(HookBase):
     """
 
     needs_every_rank = True
+    phase = "update"
 
     def __init__(self, period: int | str) -> None:
         self._period = Period(period)
@@ -125,7 +126,7 @@ class ReplayCheck(HookBase):
             if not is_sharded(parameter):
                 own += int(number)  # host-device synchronisation
         where = self.trainer.iter
-        self.trainer.compare_ranks(own, partial(_name_ranks, where, own))
+        self.trainer.agreement.compare(own, partial(_name_ranks, where, own))
 
 
 def _name_ranks(iteration: int, own: int) -> None:

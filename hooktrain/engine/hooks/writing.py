@@ -1,7 +1,6 @@
 """How long the iterations take, when metrics are written, and how the run ended."""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -20,51 +19,51 @@ _NOT_WRITTEN = "%s: NOT WRITTEN %s: %r. It is tried again, also by a resumed run
 class IterationTimer(HookBase):
     """Records the seconds of each iteration as ``time``, and logs the speed at the end.
 
-    On a terminal it draws a progress bar. Register it first: it times the
-    ``before_step`` of other hooks.
+    On a terminal it draws a progress bar.
 
     Args:
         warmup_iter: so many slower iterations at the start are not recorded. A resumed run
             only leaves them out of the speed.
     """
 
+    phase = "time"
+
     def __init__(self, warmup_iter: int = 3) -> None:
         self._warmup_iter = warmup_iter
 
     def before_train(self) -> None:
-        """Start the clock."""
+        """Read the clock."""
+        self._clock = self.trainer.clock
         self._storage = self.trainer.storage
-        start = self._storage.iter
+        start = self.trainer.start_iter
         self._timed_from = start + self._warmup_iter
         self._timed = 0
         self._steps_seconds = 0.0
-        self._run_start = self._timed_start = time.perf_counter()
+        self._last = self._clock.own
+        self._run_start = self._timed_start = self._clock.read()
         self._is_watched = show_progress("Training", start, self.trainer.max_iter)
-
-    def before_step(self) -> None:
-        """Start the clock."""
-        self._step_start = time.perf_counter()
 
     def after_step(self) -> None:
         """Record the time of the step, and move the bar."""
-        now = time.perf_counter()
-        seconds = now - self._step_start
+        seconds = self._clock.own - self._last
+        self._last = self._clock.own
         done = self.trainer.done
         if done > self._warmup_iter:
             self._storage.put_scalar("time", seconds)
         if done <= self._timed_from:
-            self._timed_start = now
+            self._timed_start = self._clock.read()
             return
         self._timed += 1
         self._steps_seconds += seconds
         if self._is_watched:
-            mean = (now - self._timed_start) / self._timed  # with the hooks
+            # The mean has the hooks in it.
+            mean = (self._clock.read() - self._timed_start) / self._timed
             end = self.trainer.max_iter
             show_progress("Training", done, end, mean * (end - done))
 
     def after_train(self) -> None:
         """Log the speed."""
-        now = time.perf_counter()
+        now = self._clock.read()
         steps = self._steps_seconds
         if self._timed:
             logger.info(
@@ -83,17 +82,18 @@ class IterationTimer(HookBase):
 class PeriodicWriter(HookBase):
     """Lets writers write every ``period`` iterations, at the last one, and at a good end.
 
-    Register it after the hooks whose metrics it writes, and before the checkpointer: then the
-    files are complete up to each checkpoint. A run that fails writes no part of a period:
-    the resumed run writes it whole. A full disk ends the run only if it is full at the end.
-    A writer that may fail (``EventWriter.may_fail``), such as a tracker's, never ends
-    it: each failure is logged, also at the end.
+    It runs before a checkpoint is saved, so the files are complete up to each checkpoint. A run
+    that fails writes no part of a period: the resumed run writes it whole. A full disk ends the run
+    only if it is full at the end. A writer that may fail (``EventWriter.may_fail``), such as a
+    tracker's, never ends it: each failure is logged, also at the end.
 
     Args:
         writers: the writers, called in order.
         period: in iterations, or like ``"1 epoch"``; 0 writes at the last one only. With
             several ranks a multiple of the trainer's ``gather_metric_period``, for the losses.
     """
+
+    phase = "write"
 
     def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
         self._writers = as_list(writers, EventWriter, "writers")
@@ -134,11 +134,13 @@ class PeriodicWriter(HookBase):
 
 
 class RunSummary(HookBase):
-    """Logs how long a run was that ended well, and where its files are. Register it last.
+    """Logs how long a run was that ended well, and where its files are.
 
     Args:
         folder: where they are.
     """
+
+    phase = "end"
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

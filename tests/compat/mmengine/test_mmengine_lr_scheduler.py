@@ -43,7 +43,7 @@ def test_epochs_and_iterations_of_all_kinds_go_together() -> None:
 def measure(values: dict[int, float], name: str = "val") -> CallbackHook:
     return CallbackHook(
         after_step=lambda t: (
-            t.iter in values and t.storage.put_scalar(name, values[t.iter])
+            t.iter in values and t.after_evaluation({name: values[t.iter]})
         )
     )
 

@@ -96,7 +96,7 @@ def test_a_stopped_run_that_was_killed_in_its_final_evaluation_is_completed(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     def start(evaluate: Any) -> Any:
-        losses = CallbackHook(after_step=lambda t: t.storage.put_scalar("loss", 1.0))
+        losses = CallbackHook(after_step=lambda t: t.after_evaluation({"loss": 1.0}))
         stopping = EarlyStopping("loss", "min", patience=3)
         evaluation = EvalHook(0, evaluate)
         return run(tmp_path, 9, losses, stopping, evaluation, options=options, period=2)
@@ -226,14 +226,18 @@ def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(
     assert steps == []
 
 
-def test_a_hook_with_state_behind_the_checkpointer_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_hook_with_state_is_saved_with_its_iteration_wherever_it_is_registered(
+    tmp_path: Path,
 ) -> None:
-    trainer = linear_trainer(WithState(1))
+    class Counts(WithState):
+        key = "Counts"
+
+        def after_step(self) -> None:
+            self.state += 1
+
+    trainer = linear_trainer()
     saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-    trainer.register_hooks([PeriodicCheckpointer(saver, 2), CallbackHook()])
-    trainer.train(max_iter=1)
-    assert "['WithState']" not in caplog.text
-    trainer.register_hooks([WithState(2)])
-    trainer.train(max_iter=2)
-    assert "['WithState']" in caplog.text
+    trainer.register_hooks([PeriodicCheckpointer(saver, 2), Counts(0)])
+    trainer.train(max_iter=3)
+    file = torch.load(tmp_path / "model_0000001.pth", weights_only=True)
+    assert file["trainer"]["hooks"]["Counts"] == {"state": 2}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, load_checkpoint, save_file
@@ -22,9 +23,12 @@ from hooktrain.engine.hooks import (
     CallbackHook,
     EarlyStopping,
     EvalHook,
+    LRScheduler,
     PeriodicCheckpointer,
+    PeriodicWriter,
     evaluation,
 )
+from hooktrain.events import JSONWriter, load_json_metrics
 from hooktrain.utils import comm
 from toys import Idle, LinearLoss, linear_trainer, net_trainer
 
@@ -48,9 +52,9 @@ def test_results_become_metrics_with_slashes() -> None:
     trainer = Idle(EvalHook(2, lambda: {"bbox": {"AP": 1, "AR": 2.5}, "speed": 3}))
     trainer.train(0, 3)
     assert trainer.storage.latest() == {
-        "bbox/AP": (1.0, 3),
-        "bbox/AR": (2.5, 3),
-        "speed": (3.0, 3),
+        "bbox/AP": (1.0, 2),
+        "bbox/AR": (2.5, 2),
+        "speed": (3.0, 2),
     }
     assert not trainer.storage.smoothing_hints()["speed"]
 
@@ -67,7 +71,7 @@ def test_results_that_are_not_a_number_are_left_out_with_one_line(
     }
     trainer = Idle(EvalHook(0, lambda: results))
     trainer.train(0, 1)
-    assert trainer.storage.latest() == {"map": (0.5, 1)}
+    assert trainer.storage.latest() == {"map": (0.5, 0)}
     assert trainer.hooks[0].last_results is results  # type: ignore[attr-defined]
     (line,) = caplog.messages
     assert "['classes', 'names', 'none']" in line
@@ -79,16 +83,46 @@ def test_a_run_that_was_stopped_is_evaluated() -> None:
     trainer = Idle(EvalHook(0, lambda: calls.append(trainer.iter)), stop)  # type: ignore[arg-type, func-returns-value]
     trainer.train(0, 1)
     trainer.train(max_iter=9)
-    assert calls == [1, 2]
+    assert calls == [0, 2]
 
 
-def test_a_name_that_training_logs_too_keeps_its_hint() -> None:
+def test_an_early_stop_evaluates_the_same_weights_once() -> None:
+    done: list[int] = []
+
+    def evaluate() -> dict[str, float]:
+        done.append(trainer.done)
+        return {"acc": 1.0}
+
+    trainer = Idle(EvalHook(2, evaluate), EarlyStopping("acc", "max", patience=1))
+    trainer.train(0, 9)
+    assert done == [2, 4]
+    assert trainer.iter == 4
+
+
+def test_a_complete_run_that_is_started_again_is_evaluated_again() -> None:
+    done: list[int] = []
+    trainer = Idle(EvalHook(2, lambda: done.append(trainer.done)))  # type: ignore[arg-type, func-returns-value]
+    trainer.train(0, 4)
+    trainer.train(max_iter=4)
+    assert done == [2, 4, 4]
+
+
+def test_a_result_and_a_metric_of_the_training_are_two_things(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trainer = linear_trainer(EvalHook(2, lambda: {"total_loss": 7.0, "accuracy": 1.0}))
-    trainer.train(0, 3)
-    assert (7.0, 1) in trainer.storage.history("total_loss").values()
-    hints = trainer.storage.smoothing_hints()
+    with caplog.at_level("INFO"):
+        trainer.train(0, 3)
+    storage = trainer.storage
+    assert storage.history("eval/total_loss").values() == [(7.0, 1), (7.0, 2)]
+    assert [i for _, i in storage.history("total_loss").values()] == [0, 1, 2]
+    assert storage.history("accuracy").values() == [(1.0, 1), (1.0, 2)]
+    hints = storage.smoothing_hints()
     assert hints["total_loss"]
     assert not hints["accuracy"]
+    assert not hints["eval/total_loss"]
+    (line,) = [text for text in caplog.messages if "'eval/total_loss'" in text]
+    assert "'total_loss'" in line
 
 
 def draw() -> dict[str, float]:
@@ -115,8 +149,9 @@ def test_evaluations_and_the_end_draw_by_seed_and_iteration() -> None:
         return [h.values() for h in trainer.storage.histories().values()]
 
     whole, complete = run(0), run(5)
-    assert [[i for _, i in values] for values in whole] == [[1, 3, 5]] * 3
-    assert complete == [values[2:] for values in whole]
+    assert [[i for _, i in values] for values in whole] == [[1, 3, 4]] * 3
+    drawn = [[value for value, _ in values] for values in complete]
+    assert drawn == [[value for value, _ in values[2:]] for values in whole]
     assert len({value for values in whole for value, _ in values}) == 9
     assert at_the_end[0] == at_the_end[1]
 
@@ -136,7 +171,7 @@ def broken() -> None:
 
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_failing_evaluation_comes_after_the_save(
-    at_the_end: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    at_the_end: bool, tmp_path: Path
 ) -> None:
     def stop(trainer: Any) -> None:
         if at_the_end and trainer.iter == 1:
@@ -145,15 +180,12 @@ def test_a_failing_evaluation_comes_after_the_save(
     evaluation = EvalHook(0 if at_the_end else 2, broken)  # type: ignore[arg-type]
     trainer = linear_trainer(CallbackHook(after_step=stop), evaluation)
     checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-    best = BestCheckpointer(0 if at_the_end else 2, checkpointer, "acc", "max")
+    best = BestCheckpointer(checkpointer, "acc", "max")
     periodic = PeriodicCheckpointer(checkpointer, 2 + 7 * at_the_end)
     trainer.register_hooks([best, periodic])
     with pytest.raises(ZeroDivisionError, match="broken"):
         trainer.train(0, 8)
     assert not trainer.succeeded
-    assert (
-        "acc" not in caplog.text
-    )  # the best model does not ask for what was not measured
     (name,) = [path.name for path in tmp_path.glob("*.pth")]
     assert name == ("model_final.pth" if at_the_end else "model_0000001.pth")
     assert checkpointer.resume_or_load("")["iteration"] == 1
@@ -207,7 +239,7 @@ def best_of(
     trainer = linear_trainer()
     mode = options.pop("mode", "max")
     saver = Checkpointer(trainer.model, folder, **options, trainer=trainer)
-    hook = BestCheckpointer(1, saver, "acc", mode)
+    hook = BestCheckpointer(saver, "acc", mode)
     value = lambda: values[min(trainer.iter - trainer.start_iter, len(values) - 1)]  # noqa: E731
     evaluation = EvalHook(1, lambda: {"acc": value()}, eval_after_train=False)
     trainer.register_hooks([evaluation, hook])
@@ -236,7 +268,7 @@ def test_the_best_value_decides_what_is_in_the_file(
 def test_whether_more_or_less_is_better_has_to_be_said(mode: Any) -> None:
     saver = Checkpointer(LinearLoss())
     with pytest.raises(ValueError, match=f"best_mode.*{mode}"):
-        BestCheckpointer(1, saver, "acc", mode)
+        BestCheckpointer(saver, "acc", mode)
     with pytest.raises(ValueError, match=f"best_mode.*{mode}"):
         EarlyStopping("acc", mode)
 
@@ -358,25 +390,63 @@ def test_the_best_of_the_final_evaluation_is_there_when_the_run_has_ended(
     trainer = linear_trainer()
     saver = Checkpointer(trainer.model, tmp_path, **options, trainer=trainer)
     evaluation = EvalHook(0, lambda: {"acc": 1.0})
-    trainer.register_hooks([evaluation, BestCheckpointer(0, saver, "acc", "max")])
+    trainer.register_hooks([evaluation, BestCheckpointer(saver, "acc", "max")])
     trainer.train(0, 3)
     assert saved_iteration(tmp_path) == 2
     assert not (tmp_path / "last_checkpoint").exists()
 
 
-@pytest.mark.parametrize(
-    ("eval_period", "metric", "message"),
-    [(3, "acc", "'acc' was measured at 2"), (2, "accuracy", "no metric 'accuracy'")],
-)
-def test_weights_that_were_not_evaluated_are_not_the_best(
-    eval_period: int, metric: str, message: str, tmp_path: Path
+def test_a_best_metric_that_no_evaluation_gives_ends_the_run_after_the_save(
+    tmp_path: Path,
 ) -> None:
-    trainer = linear_trainer(EvalHook(eval_period, lambda: {"acc": trainer.iter}))
+    trainer = linear_trainer(EvalHook(2, lambda: {"acc": trainer.iter}))
     saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-    trainer.register_hooks([BestCheckpointer(4, saver, metric, "max")])
-    with pytest.raises(ValueError, match=message):
+    best = BestCheckpointer(saver, "accuracy", "max")
+    trainer.register_hooks([best, PeriodicCheckpointer(saver, 2)])
+    with pytest.raises(ValueError, match=r"'accuracy'.*'acc'"):
         trainer.train(0, 9)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.glob("*.pth")] == ["model_0000001.pth"]
+
+
+def test_a_period_in_the_place_of_the_checkpointer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"checkpointer.*20"):
+        BestCheckpointer(20, Checkpointer(LinearLoss()), "acc", "max")  # type: ignore[arg-type]
+
+
+def of_the_model(folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics.json without times, which differ."""
+    rows = load_json_metrics(folder / "metrics.json")
+    return [{k: v for k, v in row.items() if "time" not in k} for row in rows]
+
+
+def test_the_best_model_holds_the_judgement_of_other_hooks_and_goes_on_exactly(
+    tmp_path: Path,
+) -> None:
+    def make(folder: Path) -> tuple[Any, Checkpointer]:
+        trainer = linear_trainer()
+        saver = Checkpointer(trainer.model, folder, trainer=trainer)
+        plateau = ReduceLROnPlateau(trainer.optimizer, factor=0.5, patience=0)
+        trainer.register_hooks(
+            [
+                BestCheckpointer(saver, "acc", "max"),
+                EarlyStopping("val", "min", patience=9),
+                LRScheduler(scheduler=plateau, metric="val"),
+                EvalHook(2, lambda: {"acc": -abs(trainer.done - 4), "val": 1.0}),
+                PeriodicWriter([JSONWriter(folder / "metrics.json")], 1),
+            ]
+        )
+        return trainer, saver
+
+    whole, _ = make(tmp_path)
+    whole.train(max_iter=8)
+    rows = of_the_model(tmp_path)
+    best, saver = make(tmp_path)
+    saver.load(str(tmp_path / "model_best.pth"))
+    assert best.done == 4
+    best.train(max_iter=8)
+    assert torch.equal(best.model.fc.weight, whole.model.fc.weight)
+    assert best.hooks[0].state_dict() == whole.hooks[0].state_dict()
+    assert of_the_model(tmp_path) == rows
 
 
 def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -> None:
@@ -385,7 +455,7 @@ def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -
     value = iter([2.0, 1.0, 3.0])
     evaluation = EvalHook(1, lambda: {"ema": {"val_loss": next(value)}})
     ema = EMA(trainer.model, 0.5)
-    best = BestCheckpointer(1, saver, "ema/val_loss", "min", ema=ema)
+    best = BestCheckpointer(saver, "ema/val_loss", "min", ema=ema)
     averages = []
 
     def copy(trainer: SimpleTrainer) -> None:
@@ -400,23 +470,20 @@ def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -
     assert not torch.equal(trainer.model.fc.bias, averages[1])
 
 
-def metric_on_main_only(folder: Path) -> Any:
-    def put(trainer: Any) -> None:
-        if comm.is_main_process():
-            trainer.storage.put_scalar("acc", trainer.iter)
+def results_of_main_only(folder: Path) -> Any:
+    def evaluate() -> dict[str, float]:
+        return {"acc": trainer.iter} if comm.is_main_process() else {}
 
-    trainer = linear_trainer(CallbackHook(after_step=put))
+    trainer = linear_trainer(EvalHook(1, evaluate))
     saver = Checkpointer(trainer.model, folder, trainer=trainer)
-    hook = BestCheckpointer(1, saver, "acc", "max")
+    hook = BestCheckpointer(saver, "acc", "max")
     trainer.register_hooks([hook])
     trainer.train(0, 4)
     return hook.best_metric
 
 
-def test_all_ranks_follow_the_main_one_that_alone_knows_the_metric(
-    tmp_path: Path,
-) -> None:
-    assert run_ranks(metric_on_main_only, 2, tmp_path) == [3.0, 3.0]
+def test_all_ranks_follow_the_main_one_that_alone_has_results(tmp_path: Path) -> None:
+    assert run_ranks(results_of_main_only, 2, tmp_path) == [3.0, 3.0]
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 3
 
 
@@ -426,7 +493,7 @@ def looks_before_saves(folder: Path) -> list[int]:
     saver = Checkpointer(trainer.model, folder, trainer=trainer)
     values = iter([0.5, 0.25, 0.75, 0.5])
     evaluation = EvalHook(1, lambda: {"acc": next(values)})
-    trainer.register_hooks([evaluation, BestCheckpointer(1, saver, "acc", "max")])
+    trainer.register_hooks([evaluation, BestCheckpointer(saver, "acc", "max")])
     look = trainer.prepare_save
     trainer.prepare_save = lambda: (looks.append(trainer.done), look())  # type: ignore[assignment, func-returns-value]
     trainer.train(0, 4)
@@ -510,14 +577,14 @@ def test_what_a_subclass_has_saved_by_itself_counts_in_a_resumed_run(
 
 
 def trainer_of(values: list[float], **kwargs: Any) -> Idle:
-    """Put a value of "loss" in each iteration, as long as there are values."""
+    """Give a value of "loss" in each iteration, as long as there are values."""
 
-    def put(trainer: Any) -> None:
+    def evaluate(trainer: Any) -> None:
         if trainer.iter < len(values):
-            trainer.storage.put_scalar("loss", values[trainer.iter])
+            trainer.after_evaluation({"loss": values[trainer.iter]})
 
     kwargs.setdefault("mode", "min")
-    return Idle(CallbackHook(after_step=put), EarlyStopping("loss", **kwargs))
+    return Idle(CallbackHook(after_step=evaluate), EarlyStopping("loss", **kwargs))
 
 
 @pytest.mark.parametrize(
@@ -558,6 +625,28 @@ def test_the_patience_survives_a_resume() -> None:
 def test_a_metric_that_no_evaluation_gives_ends_the_run(is_first: bool) -> None:
     hooks = [EarlyStopping("acc", "max"), EvalHook(2, lambda: {"accuracy": 1.0})]
     trainer = Idle(*(hooks if is_first else reversed(hooks)))
-    with pytest.raises(ValueError, match="'accuracy'"):
+    with pytest.raises(ValueError, match=r"'acc'.*'accuracy'"):
         trainer.train(0, 9)
-    assert trainer.iter == (2 if is_first else 1)
+    assert trainer.iter == 1
+
+
+@pytest.mark.parametrize("name", ["fast", "slow"])
+def test_another_evaluation_may_give_the_metric_later(name: str) -> None:
+    trainer = Idle(
+        EvalHook(1, lambda: {"fast": 1.0}),
+        EvalHook(3, lambda: {"slow": 1.0}),
+        EarlyStopping(name, "max", patience=2),
+    )
+    trainer.train(0, 20)
+    assert trainer.iter == (3 if name == "fast" else 9)
+
+
+def test_a_metric_of_the_training_is_no_result(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    put = CallbackHook(after_step=lambda t: t.storage.put_scalar("acc", t.iter))
+    trainer = Idle(put, EarlyStopping("acc", "min", patience=1))
+    with caplog.at_level("INFO"):
+        trainer.train(0, 5)
+    assert trainer.iter == 5
+    assert "EarlyStopping waits for trainer.after_evaluation({'acc'" in caplog.text

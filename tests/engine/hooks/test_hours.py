@@ -19,19 +19,20 @@ from hooktrain.engine.hooks import (
     PeriodicWriter,
 )
 from hooktrain.events import JSONWriter, load_json_metrics
+from hooktrain.utils.periods import Period
 from toys import linear_trainer
 
 
 class Slow(HookBase):
-    """Puts the time of a step, in place of a timer, and tells the time of the other parts."""
+    """Lets a step take 4 seconds, and tells the time of the other parts."""
 
     now = 0.0
 
     def before_train(self) -> None:
         self.trainer.clock.read = lambda: self.now
 
-    def after_step(self) -> None:
-        self.trainer.storage.put_scalar("time", 4.0)
+    def before_step(self) -> None:
+        self.now += 4
 
 
 def trainer_in(folder: Path, kill_at: int = -1) -> SimpleTrainer:
@@ -58,10 +59,10 @@ def trainer_in(folder: Path, kill_at: int = -1) -> SimpleTrainer:
         [
             slow,
             EvalHook(4, evaluate),
-            BestCheckpointer(4, saver, "accuracy", "max"),
+            BestCheckpointer(saver, "accuracy", "max"),
             PeriodicWriter([JSONWriter(folder / "metrics.json")], 1),
             PeriodicCheckpointer(saver, 4),
-            CallbackHook(after_step=kill),
+            CallbackHook(after_step=kill, phase="end"),
             Hours(),
         ]
     )
@@ -69,7 +70,7 @@ def trainer_in(folder: Path, kill_at: int = -1) -> SimpleTrainer:
 
 
 def parts(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[str, float]]:
-    found = re.findall(r"(\w*time): (\S+), (\S+) %", caplog.text)
+    found = re.findall(r"(\w+): (\S+), (\S+) %", caplog.text)
     return {name: (text, float(share)) for name, text, share in found}
 
 
@@ -89,11 +90,11 @@ def test_the_parts_of_a_run_that_was_killed_and_resumed_are_told(
     # those at 8 and 12: no checkpoint has its own.
     total = 48 + 21 + 9 + 12
     assert parts(caplog) == {
-        "time": ("0:00:48", round(4800 / total, 1)),
-        "evaluation_time": ("0:00:21", round(2100 / total, 1)),
-        "save_time": ("0:00:09", round(900 / total, 1)),
-        "again_time": ("0:00:12", round(1200 / total, 1)),
-        "data_time": ("0:00:00", 0.0),
+        "step": ("0:00:48", round(4800 / total, 1)),
+        "evaluation": ("0:00:21", round(2100 / total, 1)),
+        "save": ("0:00:09", round(900 / total, 1)),
+        "again": ("0:00:12", round(1200 / total, 1)),
+        "data": ("0:00:00", 0.0),
     }
 
 
@@ -129,7 +130,61 @@ def test_rates_are_those_of_the_steps_of_a_period_and_stand_in_the_row_of_its_en
     assert history == [(64.0, 9), (32.0, 14), (32.0, 24)]
 
 
+class SlowDevice(HookBase):
+    """A device of 20 milliseconds a step, which the host waits for as it reads the losses."""
+
+    def __init__(self) -> None:
+        self.now = self.ready = 0.0
+
+    def before_train(self) -> None:
+        self.trainer.clock.read = lambda: self.now
+        exchange = self.trainer.synchronize
+
+        def wait_and_exchange() -> None:
+            self.now = max(self.now, self.ready)
+            exchange()
+
+        self.trainer.synchronize = wait_and_exchange
+
+    def after_backward(self) -> None:
+        self.ready = max(self.now, self.ready) + 0.02
+        self.now += 1e-5
+
+
+def test_the_wait_for_the_device_is_part_of_the_steps() -> None:
+    due = []
+
+    def look(trainer: Any) -> None:
+        if Period("1 second").is_due(trainer):
+            due.append(trainer.done)
+
+    trainer = linear_trainer(
+        SlowDevice(),
+        CallbackHook(after_step=look),
+        Hours(samples_per_second=8),
+        gather_metric_period=10,
+    )
+    trainer.train(0, 200)
+    history = trainer.storage.history("samples_per_second").values()
+    assert [round(rate) for rate, _ in history[1:]] == [400] * 18
+    assert due == [50, 100, 150, 200]
+    assert round(trainer.clock.own, 2) == 4.0
+
+
+def test_the_clock_goes_on_in_a_resumed_run() -> None:
+    def make() -> Any:
+        return linear_trainer(Steady(), EvalHook(2, lambda: {"accuracy": 1.0}))
+
+    first, second = make(), make()
+    first.train(0, 4)
+    second.load_state_dict(first.state_dict())
+    assert second.clock.own == 4.0
+    second.train(max_iter=6)
+    assert second.clock.own == 6.0
+    assert second.clock.pauses == {"evaluation": 0.0}
+
+
 def test_without_the_hook_nothing_is_recorded() -> None:
     trainer = linear_trainer(IterationTimer(), EvalHook(2, lambda: {"accuracy": 1.0}))
     trainer.train(0, 6)
-    assert "evaluation_time" not in trainer.storage.histories()
+    assert "samples_per_second" not in trainer.storage.histories()

@@ -98,17 +98,45 @@ def test_without_a_schedule_the_rates_of_the_default_hooks_are_only_recorded(
 def measure(values: dict[int, float], name: str = "val") -> CallbackHook:
     return CallbackHook(
         after_step=lambda t: (
-            t.iter in values and t.storage.put_scalar(name, values[t.iter])
+            t.iter in values and t.after_evaluation({name: values[t.iter]})
         )
     )
 
 
-def test_a_plateau_steps_after_each_new_value_of_its_metric() -> None:
+def test_a_plateau_steps_after_each_evaluation() -> None:
     trainer = linear_trainer(measure({1: 1.0, 3: 1.0, 5: 1.0}), lr=1.0)
     plateau = ReduceLROnPlateau(trainer.optimizer, factor=0.25, patience=0)
     trainer.register_hooks([LRScheduler(scheduler=plateau, metric="val")])
     trainer.train(0, 8)
     assert recorded(trainer) == [1.0] * 4 + [0.25] * 2 + [0.0625] * 2
+
+
+def test_a_plateau_judges_results_and_no_metric_of_the_training() -> None:
+    put = CallbackHook(after_step=lambda t: t.storage.put_scalar("val", 1.0 + t.iter))
+    trainer = linear_trainer(put, measure({1: 1.0, 3: 1.0}), lr=1.0)
+    plateau = ReduceLROnPlateau(trainer.optimizer, factor=0.25, patience=0)
+    trainer.register_hooks([LRScheduler(scheduler=plateau, metric="val")])
+    trainer.train(0, 6)
+    assert recorded(trainer) == [1.0] * 4 + [0.25] * 2
+
+
+def test_a_plateau_steps_after_the_last_update_only_when_the_run_goes_on() -> None:
+    def make() -> Any:
+        trainer = linear_trainer(measure({1: 1.0, 3: 1.0, 5: 1.0}), lr=1.0)
+        plateau = ReduceLROnPlateau(trainer.optimizer, factor=0.25, patience=0)
+        trainer.register_hooks([LRScheduler(scheduler=plateau, metric="val")])
+        return trainer
+
+    whole, first, second = make(), make(), make()
+    whole.train(0, 8)
+    first.train(0, 4)
+    assert first.optimizer.param_groups[0]["lr"] == 1.0
+    second.load_state_dict(first.state_dict())
+    second.train(max_iter=4)  # nothing is left to train
+    assert second.optimizer.param_groups[0]["lr"] == 1.0
+    second.train(max_iter=8)
+    assert recorded(second) == recorded(whole)
+    assert recorded(whole) == [1.0] * 4 + [0.25] * 2 + [0.0625] * 2
 
 
 def test_several_optimizers_have_schedulers_by_name() -> None:
@@ -168,7 +196,8 @@ def test_the_state_of_other_schedulers_is_refused(
     with pytest.raises(ValueError, match=re.escape(there_are)):
         second.load_state_dict(first.state_dict())
     assert second.done == 0
-    second.hooks[-1].load_state_dict(first.hooks[-1].state_dict())
+    (hook,) = [hook for hook in first.hooks if isinstance(hook, LRScheduler)]
+    second.hooks[-1].load_state_dict(hook.state_dict())
     with pytest.raises(ValueError, match=re.escape(there_are)):
         second.train(max_iter=4)
 

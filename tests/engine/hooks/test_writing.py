@@ -106,7 +106,7 @@ def test_a_run_is_summed_up_at_its_end(
     trainer = Idle(CallbackHook(after_backward=work))
     saver = Checkpointer(nn.Linear(1, 1), tmp_path, sharded=is_sharded)
     evaluate = EvalHook(3, lambda: {"accuracy": 9.0 if trainer.iter == 2 else 1.0})
-    best_model = BestCheckpointer(3, saver, "accuracy", "max")
+    best_model = BestCheckpointer(saver, "accuracy", "max")
     trainer.register_hooks([evaluate, best_model, RunSummary(str(tmp_path))])
     with caplog.at_level(logging.INFO):
         trainer.train(max_iter=8)

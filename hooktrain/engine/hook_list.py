@@ -1,0 +1,89 @@
+"""The list of a trainer's hooks: the place of each, their names, and their states."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from hooktrain.checkpoint.files import states_of
+from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase, State
+from hooktrain.utils.names import did_you_mean
+
+# Names a registered hook: the object, its class, or its key.
+HookReference: TypeAlias = HookBase | type[HookBase] | str | None
+
+logger = logging.getLogger(__name__)
+
+
+def named_hooks(hooks: Iterable[HookBase]) -> dict[str, HookBase]:
+    """The hooks by their keys or classes. Further ones get ``#1``, ``#2`` behind the name."""
+    named: dict[str, HookBase] = {}
+    for hook in hooks:
+        name = first = hook.key or type(hook).__qualname__
+        count = 0
+        while name in named:
+            count += 1
+            name = f"{first}#{count}"
+        named[name] = hook
+    return named
+
+
+def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
+    """The index at which a hook is inserted: behind the last hook of its phase or an earlier one.
+
+    Raises:
+        ValueError: for an unknown phase.
+    """
+    if hook.phase not in PHASES:
+        raise ValueError(
+            f"{type(hook).__qualname__}.phase must be one of {PHASES}, not "
+            f"{hook.phase!r}{did_you_mean(str(hook.phase), PHASES)}"
+        )
+    own = PHASES.index(hook.phase)
+    later = (i for i, each in enumerate(hooks) if PHASES.index(each.phase) > own)
+    return next(later, len(hooks))
+
+
+def place_beside(
+    hooks: Sequence[HookBase], before: HookReference, after: HookReference
+) -> tuple[int, str]:
+    """The index right before or right after a registered hook, and the phase of that hook.
+
+    Raises:
+        ValueError: if there is no such hook.
+    """
+    wanted = after if before is None else before
+    named = named_hooks(hooks)
+    found = [
+        index
+        for index, (key, hook) in enumerate(named.items())
+        if wanted in (key, hook, *type(hook).__mro__)
+    ]
+    if not found:
+        raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
+    index = found[-1] if before is None else found[0]
+    return index + (before is None), hooks[index].phase
+
+
+def describe(hooks: Iterable[HookBase]) -> str:
+    """A line for each hook, in order: its name, its phase, and the events that it overrides."""
+    lines = []
+    for key, hook in named_hooks(hooks).items():
+        kind = type(hook)
+        own = [e for e in EVENTS if getattr(kind, e) is not getattr(HookBase, e)]
+        lines.append(f"{key} ({hook.phase}): {', '.join(own)}")
+    return "\n".join(lines)
+
+
+def hook_states(hooks: Iterable[HookBase]) -> dict[str, Any]:
+    """The states of the hooks that have one, by their names."""
+    states = states_of(named_hooks(hooks))
+    return {key: state for key, state in states.items() if state}
+
+
+def load_hook_states(hooks: Iterable[HookBase], states: Mapping[str, State]) -> None:
+    """Load what :func:`hook_states` returned; warn of a hook that begins anew."""
+    for key, hook in named_hooks(hooks).items():
+        if key in states:
+            hook.load_state_dict(states[key])
+        elif hook.state_dict():
+            logger.warning("The checkpoint has no state for the hook %r", key)
