@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +24,7 @@ import torch
 
 import hooktrain
 from hooktrain.checkpoint import Checkpointer, load_model_state
-from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.checkpoint.resume import find_best
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
     HookBase,
@@ -110,7 +111,7 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     _, model = prepare_model(cfg)
     checkpointer = Checkpointer(model, cfg.train.output_dir)
     if best:
-        load_best(checkpointer, cfg.train.best_mode)
+        load_best(checkpointer)
     elif cfg.train.init_checkpoint and not resume:
         load_whole(checkpointer, cfg.train.init_checkpoint)
     else:
@@ -125,34 +126,21 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     return results
 
 
-def load_best(checkpointer: Checkpointer, mode: str | None) -> None:
-    """Load the best model of the folder, a file or a folder of shards, and say which it is.
-
-    A kill may leave both, of a run that has changed from one to the other.
-    """
-    folder = Path(checkpointer.save_dir)
-    paths = [folder / "model_best.pth", folder / "model_best"]
-    paths = [path for path in paths if path.exists()]
-    if not paths:
+def load_best(checkpointer: Checkpointer) -> None:
+    """Load the best model of the folder, a file or a folder of shards, and say which it is."""
+    folder = checkpointer.save_dir
+    path = comm.on_main_process(partial(find_best, folder, "model_best"))
+    if not path:
         raise FileNotFoundError(
-            f"there is no model_best.pth in {str(folder)!r}: a run with an evaluation and "
+            f"there is no model_best.pth in {folder!r}: a run with an evaluation and "
             "train.best_metric saves it"
         )
-
-    def value(path: Path) -> float:
-        """The value of a checkpoint, without its tensors."""
-        metric: float = read_checkpoint(path, "meta")["best"]["best_metric"]
-        return -metric if mode == "min" else metric
-
-    path = paths[0]
-    if len(paths) > 1:  # each is verified to be asked
-        path = comm.on_main_process(lambda: max(paths, key=value))
     best = load_whole(checkpointer, path)["best"]
     text = "The best %s of the run was %.4g, at iteration %d"
     logger.info(text, best["metric"], best["best_metric"], best["best_iter"])
 
 
-def load_whole(checkpointer: Checkpointer, path: str | Path) -> dict[str, Any]:
+def load_whole(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
     """Load a model to evaluate, and return the content of its checkpoint.
 
     Weights of other shapes are refused, since random weights would be evaluated in their place.

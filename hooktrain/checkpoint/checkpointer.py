@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,17 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hooktrain.checkpoint.files import (
-    CorruptCheckpointError,
-    states_of,
-    storable,
-    write_file,
-)
-from hooktrain.checkpoint.loading import (
-    choose_parts,
-    load_model_state,
-    read_on_all_ranks,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, storable, write_file
+from hooktrain.checkpoint.loading import load_model_state, read_on_all_ranks
 from hooktrain.checkpoint.resume import (
     OF_A_RUN,
     checkpoint_names,
@@ -36,7 +27,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk
-from hooktrain.utils.names import refuse_overrides
+from hooktrain.utils.names import as_list, did_you_mean, states_of
 from hooktrain.utils.tensors import full_tensors
 
 # A launcher ends the other ranks 10 s after one has failed.
@@ -79,20 +70,7 @@ class Checkpointer:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
     """
 
-    # Subclasses of fvcore's Checkpointer override these methods.
-    _not_called: ClassVar[Iterable[str]] = (
-        "_load_file",
-        "_torch_load",
-        "_load_model",
-        "_convert_ndarray_to_tensor",
-        "_log_incompatible_keys",
-    )
-
     _of_a_run: ClassVar = OF_A_RUN  # the names that a resume falls back to
-
-    def __init_subclass__(cls) -> None:
-        hint = "derive from hooktrain.compat.detectron2.Checkpointer, which calls it"
-        refuse_overrides(cls, dict.fromkeys(cls._not_called, hint))
 
     def __init__(
         self,
@@ -352,12 +330,10 @@ class Checkpointer:
         Raises:
             CorruptCheckpointError: if there are some, and none is intact.
         """
-        on_all_ranks(self.wait)
-        on_main_process(self._fetch)
-        candidates = names_to_resume(self.save_dir, self._of_a_run)
+        candidates = self._names_to_resume()
         problems = []
         while True:
-            name = on_main_process(lambda: next(candidates, None))
+            name, *_ = on_all_ranks(lambda: next(candidates, None))
             if name is None:
                 break
             path = os.path.join(self.save_dir, name)
@@ -380,9 +356,13 @@ class Checkpointer:
             )
         return None
 
-    def _fetch(self) -> None:
-        if self._store:
-            self._store.fetch()
+    def _names_to_resume(self) -> Iterator[str]:
+        """The names of the checkpoints to try, newest first, on the main process."""
+        self.wait()
+        if comm.is_main_process():
+            if self._store:
+                self._store.fetch()
+            yield from names_to_resume(self.save_dir, self._of_a_run)
 
     def resume_or_load(
         self,
@@ -415,14 +395,48 @@ class Checkpointer:
     def _restore(
         self, path: str, state: State, names: Names, same_shapes: bool = False
     ) -> State:
-        chosen, *_ = on_all_ranks(
-            partial(choose_parts, path, state, self.checkpointables, names)
-        )
+        chosen, *_ = on_all_ranks(partial(self._choose_parts, path, state, names))
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         self._load_into_model(state, same_shapes)
         for key, options in chosen.items():
             self.checkpointables[key].load_state_dict(state[key], **options)
         return {key: state[key] for key in state if key not in {"model", *chosen}}
+
+    def _choose_parts(self, path: str, state: State, names: Names) -> dict[str, State]:
+        """Decide what is loaded beside the model, and ask whether that is possible.
+
+        Args:
+            path: where the state comes from, for the messages.
+            state: the content of a checkpoint.
+            names: those of :meth:`load`.
+
+        Returns:
+            For each object to load, by name, the arguments of ``load_state_dict`` beside the state.
+        """
+        if names is None:
+            names = self.checkpointables.keys() & state
+            missing = sorted(self.checkpointables.keys() - names)
+            if missing:
+                message = "%s has no %s: they keep their state"
+                self.logger.warning(message, path, missing)
+        arguments: dict[str, State] = {}
+        # An object comes after its parts: if both are asked for, the whole object is loaded.
+        for name in sorted(as_list(names, str, "checkpointables"), reverse=True):
+            key, _, part = name.partition(".")
+            if key == "model":  # always loaded
+                continue
+            _refuse_unknown(key, self.checkpointables, "the Checkpointer")
+            _refuse_unknown(key, state, path)
+            if part:
+                _refuse_unknown(part, state[key], path)
+                arguments.setdefault(key, {"only": set()})["only"].add(part)
+            else:
+                arguments[key] = {}
+        for key, options in arguments.items():
+            item = self.checkpointables[key]
+            if hasattr(item, "check_state_dict"):
+                item.check_state_dict(state[key], **options)
+        return arguments
 
     def _load_into_model(self, state: State, same_shapes: bool) -> None:
         load_model_state(self.model, state["model"], same_shapes=same_shapes)
@@ -445,3 +459,9 @@ class Checkpointer:
                 f"no {basename!r} in {self.save_dir!r} to resume from"
             )
         write_pointer(self.save_dir, basename)
+
+
+def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise ValueError(f"checkpointables: there is no {name!r} in {where}{hint}")

@@ -8,7 +8,7 @@ import copy
 import re
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -147,19 +147,6 @@ def reading(path: AnyPath) -> Iterator[None]:
         raise CorruptCheckpointError(
             f"{path} is no intact checkpoint: {_reason(error)}"
         ) from error
-
-
-def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of objects by name.
-
-    Raises:
-        TypeError: if a ``state_dict`` returns None, as one does that lacks its return.
-    """
-    states = {key: each.state_dict() for key, each in objects.items()}
-    for key, state in states.items():
-        if state is None:
-            raise TypeError(f"{key}.state_dict() must return a dict, not None")
-    return states
 
 
 def storable(value: Any, name: str = "") -> Any:

@@ -6,7 +6,9 @@ import re
 import reprlib
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import as_list, did_you_mean
+from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.tensors import shard_like, shards_of
 
 logger = logging.getLogger(__name__)
@@ -33,28 +35,86 @@ State = dict[str, Any]
 Shape = tuple[int, ...]
 
 
-def verify_checkpoint(path: str, rank: int = 0, world_size: int = 1) -> None:
-    """Read a whole file or folder, and compare it with its checksums.
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A checkpoint in one file, which every rank reads as a whole.
 
-    Args:
-        path: of the file or folder.
-        rank: which part of a folder's files to read, if the ranks divide them among themselves.
-        world_size: the number of such parts.
-
-    Raises:
-        CorruptCheckpointError: if it is broken.
-        OSError: if it cannot be opened.
+    Attributes:
+        path: of the file.
+        seen_as: the machine and the number of the file there. On two ranks it is the same if they
+            see the same file.
     """
-    if is_folder(path):
+
+    path: str
+    seen_as: tuple[Any, ...]
+
+    def verify(self, part: int, parts: int) -> None:
+        """Compare the checksums in the file. All of it is in the first part.
+
+        Args:
+            part: which part to read, from 0, if the ranks divide the work among themselves.
+            parts: the number of parts.
+
+        Raises:
+            CorruptCheckpointError: if it is broken.
+            OSError: if it cannot be opened.
+        """
+        if part == 0:
+            verify_file(self.path)
+
+    def read(self, model: nn.Module | None, map_location: str | torch.device) -> Any:
+        """Load what was verified. Not collective.
+
+        Args:
+            model: if it is sharded, the file is mapped, so that the ranks of a machine share its
+                pages, until the model, its average and the optimizer take their shards.
+            map_location: the device on which the tensors arrive.
+
+        Raises:
+            CorruptCheckpointError: if it is broken.
+        """
+        mapped = bool(shards_of(model))
+        return load_verified(self.path, map_location, mapped=mapped)
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder of shards on a disk that all ranks see; its methods are :class:`CheckpointFile`'s.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    path: str
+
+    def verify(self, part: int, parts: int) -> None:
+        """Compare the digests of the files of one part."""
         from hooktrain.checkpoint.folders import verify_folder
 
-        verify_folder(path, rank, world_size)
-    elif os.path.isdir(path):
+        verify_folder(self.path, part, parts)
+
+    def read(self, model: nn.Module | None, map_location: str | torch.device) -> Any:
+        """Load what was verified. If the model is sharded, a rank reads its shards only."""
+        from hooktrain.checkpoint.folders import read_folder
+
+        return read_folder(self.path, model, map_location)
+
+
+def open_checkpoint(path: str) -> CheckpointFile | CheckpointFolder:
+    """The file or folder of shards that a path is, intact or not.
+
+    Raises:
+        IsADirectoryError: for a folder that holds no checkpoint itself.
+        FileNotFoundError: if there is none.
+    """
+    if is_folder(path):
+        return CheckpointFolder(path)
+    if os.path.isdir(path):
         raise IsADirectoryError(
             f"{path!r} is no checkpoint: give one of {os.listdir(path)}"
         )
-    else:
-        verify_file(path)
+    found = os.stat(path)
+    return CheckpointFile(path, (socket.gethostname(), found.st_dev, found.st_ino))
 
 
 def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
@@ -65,14 +125,15 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
 
     Args:
         path: of the file or folder, which this process reads alone.
-        map_location: the device on which the tensors arrive.
+        map_location: the device on which the tensors arrive. On ``"meta"`` they have no data.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds no model's state.
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
-    verify_checkpoint(path)
-    return _read(path, map_location=map_location)
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify(0, 1)
+    return with_model(checkpoint.read(None, map_location), path)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
@@ -83,43 +144,25 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 
     Args:
         path: of the file or folder, which every rank must be able to read.
-        model: if it is sharded, each rank reads only its shards from a folder. A file is mapped,
-            so that the ranks of a machine share its pages, until the model, its average and the
-            optimizer take their shards.
+        model: if it is sharded, each rank reads its shards only; see :meth:`CheckpointFile.read`.
 
     Raises:
         CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
         OSError: on every rank, if one cannot open it.
     """
-    rank, world_size = comm.get_rank(), comm.get_world_size()
-    seen = on_all_ranks(lambda: _identity(path))
-    if is_folder(path):
-        on_all_ranks(lambda: verify_checkpoint(path, rank, world_size))
-    else:
-        is_first = seen.index(seen[rank]) == rank
-        on_all_ranks(lambda: verify_checkpoint(path) if is_first else None)
+    rank = comm.get_rank()
+    seen = on_all_ranks(partial(open_checkpoint, path))
+    checkpoint = seen[rank]
+    same = [i for i, each in enumerate(seen) if each == checkpoint]
+    on_all_ranks(lambda: checkpoint.verify(same.index(rank), len(same)))
     states: list[State] = []
-    on_all_ranks(lambda: states.append(_read(path, model)))
+
+    def read() -> None:
+        content = checkpoint.read(model, "cpu")
+        states.append(with_model(content, path))
+
+    on_all_ranks(read)
     return states[0]
-
-
-def _identity(path: str) -> tuple[str, int, int]:
-    """The same on two ranks if they see the same file on the same machine."""
-    found = os.stat(path)
-    return socket.gethostname(), found.st_dev, found.st_ino
-
-
-def _read(
-    path: str, model: nn.Module | None = None, map_location: str | torch.device = "cpu"
-) -> State:
-    """Load a file or a folder that has been verified."""
-    if is_folder(path):
-        from hooktrain.checkpoint.folders import read_folder
-
-        content: Any = read_folder(path, model, map_location)
-    else:
-        content = load_verified(path, map_location, mapped=bool(shards_of(model)))
-    return with_model(content, path)
 
 
 def with_model(state: Any, path: str) -> State:
@@ -365,56 +408,3 @@ def _renamed(
             versions[new.removesuffix(".")] = version
     renamed._metadata = versions  # type: ignore[attr-defined]
     return renamed
-
-
-def choose_parts(
-    path: str,
-    state: Mapping[str, Any],
-    checkpointables: Mapping[str, Any],
-    names: Iterable[str] | None,
-) -> dict[str, dict[str, Any]]:
-    """Decide what is loaded beside the model, and ask whether that is possible.
-
-    Args:
-        path: where the state comes from, for the messages.
-        state: the content of a checkpoint.
-        checkpointables: the objects that could be loaded, by name.
-        names: the names of those to load, or ``"trainer.optimizer"`` for a part of one; None for
-            all that the checkpoint has.
-
-    Returns:
-        For each object to load, by name, the arguments of ``load_state_dict`` beside the state.
-
-    Raises:
-        ValueError: if one of the names is not among the checkpointables, or not in the state.
-        Exception: what a ``check_state_dict`` raises.
-    """
-    if names is None:
-        names = checkpointables.keys() & state
-        missing = sorted(checkpointables.keys() - names)
-        if missing:
-            logger.warning("%s has no %s: they keep their state", path, missing)
-    arguments: dict[str, dict[str, Any]] = {}
-    # An object comes after its parts: if both are asked for, the whole object is loaded.
-    for name in sorted(as_list(names, str, "checkpointables"), reverse=True):
-        key, _, part = name.partition(".")
-        if key == "model":  # always loaded
-            continue
-        _refuse_unknown(key, checkpointables, "the Checkpointer")
-        _refuse_unknown(key, state, path)
-        if part:
-            _refuse_unknown(part, state[key], path)
-            arguments.setdefault(key, {"only": set()})["only"].add(part)
-        else:
-            arguments[key] = {}
-    for key, options in arguments.items():
-        item = checkpointables[key]
-        if hasattr(item, "check_state_dict"):
-            item.check_state_dict(state[key], **options)
-    return arguments
-
-
-def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise ValueError(f"checkpointables: there is no {name!r} in {where}{hint}")

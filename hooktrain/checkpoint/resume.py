@@ -13,13 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hooktrain.checkpoint.files import (
-    MANIFEST,
-    STATE,
-    CorruptCheckpointError,
-    is_folder,
-    verify_file,
-)
+from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.utils.file_io import (
     MOVED_ASIDE,
@@ -182,40 +176,45 @@ def files_to_delete(
     return [name for _, name in old if name != pointed]
 
 
-def delete_replaced(newest: str, names: Iterable[str]) -> None:
+def delete_after_verifying(newest: str, names: Iterable[str]) -> None:
     """Delete older checkpoints, if the one just saved is intact.
 
     What cannot be deleted is logged.
 
     Args:
-        newest: the path of the one just saved, a file or a folder.
+        newest: the path of the one just saved, a file or a folder. It is never deleted.
         names: of the others, in the same folder. Some may be missing.
     """
-    folder = os.path.dirname(newest)
-    there = checkpoint_names(folder)
-    old = [name for name in names if name in there]
+    folder, kept = os.path.split(newest)
+    old = set(names).intersection(checkpoint_names(folder)) - {kept}
     if not old:
         return
-    files = [newest]
-    if is_folder(newest):
-        # Each rank has read its shards again when they were saved.
-        files = [os.path.join(newest, file) for file in (STATE, MANIFEST)]
     try:
-        for file in files:
-            verify_file(file)
+        read_checkpoint(newest, "meta")
     except (OSError, CorruptCheckpointError) as error:
         logger.error(
             "Keeping all older checkpoints, since the newest is broken: %s", error
         )
         return
-    for name in old:
+    for name in sorted(old):
         try:
             delete(os.path.join(folder, name))
         except OSError as error:
             logger.warning("Cannot delete the old checkpoint: %s", error)
 
 
-def set_folder_aside(folder: AnyPath) -> Path | None:
+def find_best(save_dir: AnyPath, name: str) -> str:
+    """The path of the best model in a folder, or "" if there is none.
+
+    A run saves a file ``<name>.pth`` or a folder ``<name>``. A kill may leave both, of a run that
+    has changed from one to the other: the newer one is the better one.
+    """
+    names = {name, f"{name}.pth"}.intersection(checkpoint_names(save_dir))
+    paths = [os.path.join(save_dir, each) for each in names]
+    return max(paths, key=os.path.getmtime, default="")
+
+
+def archive_folder(folder: AnyPath) -> Path | None:
     """Rename the folder of an earlier run to ``<name>.1``, or the next free number.
 
     An empty folder takes its place. If the old one is renamed back, its run can be resumed. The
@@ -247,8 +246,8 @@ def set_folder_aside(folder: AnyPath) -> Path | None:
     return aside
 
 
-def find_set_aside(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
-    """Where a checkpoint of a folder is after :func:`set_folder_aside`.
+def find_archived(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
+    """Where a checkpoint of a folder is after :func:`archive_folder`.
 
     Args:
         checkpoint: its path, as it was before.

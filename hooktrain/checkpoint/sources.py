@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # digits alone are the date in model-20240101.pth.
 _DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
 _HTTP = ("http://", "https://")
-_SILENT_SECONDS = 60.0  # of a server, until a download fails
+_HTTP_TIMEOUT_S = 60.0  # in which a server has to answer
 _CHUNK_BYTES = 16 << 20
 
 Loader = Callable[[str], AnyPath]
@@ -150,7 +150,7 @@ def _open(address: str) -> Any:
     if address.startswith(_HTTP):
         # For these fsspec would need aiohttp, which does not come with torch.
         request = Request(address, headers={"User-Agent": "hooktrain"})
-        return urlopen(request, timeout=_SILENT_SECONDS)
+        return urlopen(request, timeout=_HTTP_TIMEOUT_S)
     import fsspec
 
     system, path = fsspec.url_to_fs(address)

@@ -16,10 +16,10 @@ import torch
 from hooktrain import events
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import (
+    archive_folder,
     checkpoint_names,
-    find_set_aside,
+    find_archived,
     saved_value,
-    set_folder_aside,
 )
 from hooktrain.checkpoint.store import Store
 from hooktrain.config import ConfigDict, LazyConfig, resolve
@@ -130,7 +130,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         folder = train["output_dir"] = on_disk(folder)
         aside = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
         initial = train.get("init_checkpoint", "")
-        train["init_checkpoint"] = find_set_aside(initial, folder, aside)
+        train["init_checkpoint"] = find_archived(initial, folder, aside)
     setup_logger(
         folder or None,
         distributed_rank=comm.get_rank(),
@@ -166,7 +166,7 @@ def default_setup(cfg: Any, args: Any) -> None:
 def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
     """Make and lock the folder; where that of an earlier run is now, if there was one."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    aside = None if resumes else set_folder_aside(folder)
+    aside = None if resumes else archive_folder(folder)
     if not eval_only:
         lock_folder(folder)
     return aside

@@ -212,3 +212,16 @@ def _parameters(target: Any) -> set[str]:
         with suppress(TypeError, ValueError):
             found.update(inspect.signature(each).parameters)
     return found
+
+
+def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of objects by name.
+
+    Raises:
+        TypeError: if a ``state_dict`` returns None, as one does that lacks its return.
+    """
+    states = {key: each.state_dict() for key, each in objects.items()}
+    for key, state in states.items():
+        if state is None:
+            raise TypeError(f"{key}.state_dict() must return a dict, not None")
+    return states

@@ -12,9 +12,9 @@ from torch import nn
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, save_file
 from hooktrain.checkpoint.resume import (
+    archive_folder,
     checkpoint_names,
     files_to_delete,
-    set_folder_aside,
 )
 from hooktrain.engine.hooks import PeriodicCheckpointer
 from hooktrain.utils.file_io import lock_folder
@@ -261,7 +261,7 @@ def test_a_used_folder_is_renamed_whole(tmp_path: Path) -> None:
     for iteration, aside in [(9, "out.1"), (19, "out.2")]:
         save(folder, "model_0000009", iteration)
         (folder / "metrics.json").write_text(str(iteration))
-        assert set_folder_aside(folder) == tmp_path / aside
+        assert archive_folder(folder) == tmp_path / aside
         assert list(folder.iterdir()) == []
         assert (tmp_path / aside / "metrics.json").read_text() == str(iteration)
         assert resumed(tmp_path / aside) == iteration
@@ -275,7 +275,7 @@ def test_a_folder_that_has_only_a_best_model_is_renamed_too(
 ) -> None:
     path = save(tmp_path / "out", name, 9, sharded)
     (path.parent / "last_checkpoint").unlink()
-    assert set_folder_aside(path.parent) == tmp_path / "out.1"
+    assert archive_folder(path.parent) == tmp_path / "out.1"
     assert (tmp_path / "out.1" / path.name).exists()
 
 
@@ -283,8 +283,8 @@ def test_a_folder_without_checkpoints_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()
     save_file({"weight": torch.ones(1)}, tmp_path / "out" / "pretrained.pth")
-    assert set_folder_aside(tmp_path / "out") is None
-    assert set_folder_aside(tmp_path / "none") is None
+    assert archive_folder(tmp_path / "out") is None
+    assert archive_folder(tmp_path / "none") is None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -296,7 +296,7 @@ def test_the_current_folder_is_not_renamed(
     for current in (tmp_path, tmp_path / "inside"):
         monkeypatch.chdir(current)
         with pytest.raises(ValueError, match="output folder"):
-            set_folder_aside(tmp_path)
+            archive_folder(tmp_path)
     assert resumed(tmp_path) == 9
 
 

@@ -137,18 +137,19 @@ def test_another_model_than_that_of_the_run_is_not_evaluated(
         close_logger()
 
 
-@pytest.mark.parametrize(("mode", "value"), [("max", 0.75), ("min", 0.25)])
-def test_of_a_best_file_and_a_best_folder_the_better_one_is_evaluated(
-    mode: str, value: float, tmp_path: Path
+@pytest.mark.parametrize("newer", ["model_best.pth", "model_best"])
+def test_of_a_best_file_and_a_best_folder_the_newer_one_is_evaluated(
+    newer: str, tmp_path: Path
 ) -> None:
     tool = load_tool("train_net")
-    for sharded, metric in [(False, 0.75), (True, 0.25)]:
-        saver = Checkpointer(model_of(metric), tmp_path, sharded=sharded)
-        best = {"metric": "a", "best_metric": metric, "best_iter": 4}
+    for sharded, value in [(False, 0.75), (True, 0.25)]:
+        saver = Checkpointer(model_of(value), tmp_path, sharded=sharded)
+        best = {"metric": "a", "best_metric": value, "best_iter": 4}
         saver.save("model_best", best=best)
+    os.utime(tmp_path / newer, (2e9, 2e9))
     model = model_of(0.0)
-    tool.load_best(Checkpointer(model, tmp_path), mode)
-    assert model.bias.item() == value
+    tool.load_best(Checkpointer(model, tmp_path))
+    assert model.bias.item() == (0.25 if newer == "model_best" else 0.75)
 
 
 @pytest.mark.parametrize("flags", ["--best", "--dry-run --resume"])

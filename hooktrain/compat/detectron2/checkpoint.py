@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import wraps
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,8 +62,6 @@ class Checkpointer(core.Checkpointer):
         args: the others of the base class.
         kwargs: the others of the base class.
     """
-
-    _not_called: ClassVar[Iterable[str]] = ()  # all are called here
 
     def __init_subclass__(cls) -> None:
         if "save" in vars(cls):

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import delete_replaced, files_to_delete
+from hooktrain.checkpoint.resume import delete_after_verifying, files_to_delete
 from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.train_loop import TrainerBase
@@ -188,7 +188,7 @@ class PeriodicCheckpointer(HookBase):
         if self.max_to_keep is not None:
             folder, count = self.checkpointer.save_dir, int(self.max_to_keep)
             old = files_to_delete(folder, self.file_prefix, count, iteration)
-            delete_replaced(path, old)
+            delete_after_verifying(path, old)
 
     def _go_on(self, error: OSError) -> None:
         # The error names the path.

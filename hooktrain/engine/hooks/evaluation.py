@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.checkpoint.resume import delete_replaced
+from hooktrain.checkpoint.resume import delete_after_verifying, find_best
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.checkpointing import check_saver
@@ -239,8 +238,6 @@ class BestCheckpointer(HookBase):
         self._mode = check_mode(mode, val_metric)
         self._file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
-        names = [f"{file_prefix}.pth", file_prefix]
-        self._file, self._other = reversed(names) if checkpointer.sharded else names
         self._ema = ema
         self.best_metric: float | None = None
         self.best_iter: int | None = None
@@ -261,19 +258,15 @@ class BestCheckpointer(HookBase):
         saver = self._checkpointer
         if not saver.save_to_disk:
             return  # the main process tells its value
-        path = os.path.join(saver.save_dir, self._file)
-        if not os.path.exists(path):
-            path = os.path.join(saver.save_dir, self._other)
-        content = None
-        if os.path.exists(path):
-            try:
+        path = find_best(saver.save_dir, self._file_prefix)
+        try:
+            if path:
                 content = read_checkpoint(path, "meta")
-            except CorruptCheckpointError as error:
-                logger.error("The next best model replaces a broken file: %s", error)
-        if content is None:
-            self.best_metric = self.best_iter = None
-        else:
-            self.load_state_dict(content.get("best", {}))
+                self.load_state_dict(content.get("best", {}))
+                return
+        except CorruptCheckpointError as error:
+            logger.error("The next best model replaces a broken one: %s", error)
+        self.best_metric = self.best_iter = None
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Save the model if the metric has its best value."""
@@ -299,11 +292,13 @@ class BestCheckpointer(HookBase):
         if self._update_best(value, iteration) is False:
             return
         averaged = self._ema.swap() if self._ema else nullcontext()
+        # The run may have changed from files to folders or back.
+        names = [self._file_prefix, f"{self._file_prefix}.pth"]
         with trainer.clock.pause("save"), averaged:
             self._checkpointer.save(
                 self._file_prefix,
                 tag=False,
-                on_saved=partial(delete_replaced, names=[self._other]),
+                on_saved=partial(delete_after_verifying, names=names),
                 on_full=self._go_on,
                 iteration=iteration,
                 best=self.state_dict(),
@@ -325,7 +320,7 @@ class BestCheckpointer(HookBase):
                 self._val_metric,
                 self.best_metric,
                 self.best_iter,
-                self._file,
+                self._file_prefix,
             )
 
     def _update_best(self, val: float, iteration: int) -> bool:
