@@ -417,8 +417,9 @@ class Checkpointer:
             names = self.checkpointables.keys() & state
             missing = sorted(self.checkpointables.keys() - names)
             if missing:
-                message = "%s has no %s: they keep their state"
-                self.logger.warning(message, path, missing)
+                self.logger.warning(
+                    "%s has no %s: they keep their state", path, missing
+                )
         arguments: dict[str, State] = {}
         # An object comes after its parts: if both are asked for, the whole object is loaded.
         for name in sorted(as_list(names, str, "checkpointables"), reverse=True):

@@ -48,12 +48,14 @@ class CheckpointFile:
     path: str
     seen_as: tuple[Any, ...]
 
-    def verify(self, part: int, parts: int) -> None:
+    def verify(self, part: int, parts: int, *, sizes_only: bool = False) -> None:
         """Compare the checksums in the file. All of it is in the first part.
 
         Args:
             part: which part to read, from 0, if the ranks divide the work among themselves.
             parts: the number of parts.
+            sizes_only: whether the data of tensors will not be read, so that the sizes of the
+                shards are enough. A file is verified as a whole.
 
         Raises:
             CorruptCheckpointError: if it is broken.
@@ -62,8 +64,8 @@ class CheckpointFile:
         if part == 0:
             verify_file(self.path)
 
-    def read(self, model: nn.Module | None, map_location: str | torch.device) -> Any:
-        """Load what was verified. Not collective.
+    def read(self, model: nn.Module | None, map_location: str | torch.device) -> State:
+        """Load what was verified, with the model's state under ``"model"``. Not collective.
 
         Args:
             model: if it is sharded, the file is mapped, so that the ranks of a machine share its
@@ -71,10 +73,11 @@ class CheckpointFile:
             map_location: the device on which the tensors arrive.
 
         Raises:
-            CorruptCheckpointError: if it is broken.
+            CorruptCheckpointError: if it is broken, or holds no model's state.
         """
         mapped = bool(shards_of(model))
-        return load_verified(self.path, map_location, mapped=mapped)
+        content = load_verified(self.path, map_location, mapped=mapped)
+        return with_model(content, self.path)
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,17 @@ class CheckpointFolder:
 
     path: str
 
-    def verify(self, part: int, parts: int) -> None:
-        """Compare the digests of the files of one part."""
+    def verify(self, part: int, parts: int, *, sizes_only: bool = False) -> None:
+        """Compare the digests of the files of one part, or their sizes alone."""
         from hooktrain.checkpoint.folders import verify_folder
 
-        verify_folder(self.path, part, parts)
+        verify_folder(self.path, part, parts, sizes_only=sizes_only)
 
-    def read(self, model: nn.Module | None, map_location: str | torch.device) -> Any:
+    def read(self, model: nn.Module | None, map_location: str | torch.device) -> State:
         """Load what was verified. If the model is sharded, a rank reads its shards only."""
         from hooktrain.checkpoint.folders import read_folder
 
-        return read_folder(self.path, model, map_location)
+        return with_model(read_folder(self.path, model, map_location), self.path)
 
 
 def open_checkpoint(path: str) -> CheckpointFile | CheckpointFolder:
@@ -125,15 +128,16 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
 
     Args:
         path: of the file or folder, which this process reads alone.
-        map_location: the device on which the tensors arrive. On ``"meta"`` they have no data.
+        map_location: the device on which the tensors arrive. On ``"meta"`` they have no data, and
+            of the shards in a folder the sizes are verified alone.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds no model's state.
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
     checkpoint = open_checkpoint(path)
-    checkpoint.verify(0, 1)
-    return with_model(checkpoint.read(None, map_location), path)
+    checkpoint.verify(0, 1, sizes_only=map_location == "meta")
+    return checkpoint.read(None, map_location)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
@@ -156,12 +160,7 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     same = [i for i, each in enumerate(seen) if each == checkpoint]
     on_all_ranks(lambda: checkpoint.verify(same.index(rank), len(same)))
     states: list[State] = []
-
-    def read() -> None:
-        content = checkpoint.read(model, "cpu")
-        states.append(with_model(content, path))
-
-    on_all_ranks(read)
+    on_all_ranks(lambda: states.append(checkpoint.read(model, "cpu")))
     return states[0]
 
 

@@ -220,8 +220,9 @@ def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: if a ``state_dict`` returns None, as one does that lacks its return.
     """
-    states = {key: each.state_dict() for key, each in objects.items()}
-    for key, state in states.items():
-        if state is None:
+    states = {}
+    for key, each in objects.items():
+        states[key] = each.state_dict()
+        if states[key] is None:
             raise TypeError(f"{key}.state_dict() must return a dict, not None")
     return states

@@ -261,8 +261,7 @@ class BestCheckpointer(HookBase):
         path = find_best(saver.save_dir, self._file_prefix)
         try:
             if path:
-                content = read_checkpoint(path, "meta")
-                self.load_state_dict(content.get("best", {}))
+                self.load_state_dict(read_checkpoint(path, "meta").get("best", {}))
                 return
         except CorruptCheckpointError as error:
             logger.error("The next best model replaces a broken one: %s", error)
