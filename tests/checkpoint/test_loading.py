@@ -12,11 +12,13 @@ from torch import nn
 from equality import assert_equal
 from hooktrain.checkpoint import (
     Checkpointer,
+    CorruptCheckpointError,
     load_checkpoint,
     revise_names,
     take_prefix,
 )
-from hooktrain.checkpoint.loading import load_model_state
+from hooktrain.checkpoint.folders import save_folder
+from hooktrain.checkpoint.loading import load_model_state, read_checkpoint
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -236,3 +238,20 @@ def test_a_part_is_loaded_by_its_prefix_after_names_were_revised(
         load_checkpoint(backbone, path)
     with pytest.raises(ValueError, match=r"'neck\.'"):
         load_checkpoint(backbone, path, prefix="neck")
+
+
+@pytest.mark.parametrize("size", [-1, 1])
+def test_without_data_only_the_sizes_of_shards_are_compared(
+    size: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a"
+    save_folder({"model": {"x": torch.ones(9)}, "iteration": 3}, folder)
+    shard = folder / "__0_0.distcp"
+    data = shard.read_bytes()
+    shard.write_bytes(bytes(len(data)))
+    assert read_checkpoint(str(folder), "meta")["iteration"] == 3
+    with pytest.raises(CorruptCheckpointError, match="__0_0.distcp"):
+        read_checkpoint(str(folder))
+    shard.write_bytes(bytes(len(data) + size))
+    with pytest.raises(CorruptCheckpointError, match="__0_0.distcp"):
+        read_checkpoint(str(folder), "meta")
