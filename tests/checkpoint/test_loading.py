@@ -250,8 +250,8 @@ def test_without_data_only_the_sizes_of_shards_are_compared(
     data = shard.read_bytes()
     shard.write_bytes(bytes(len(data)))
     assert read_checkpoint(str(folder), "meta")["iteration"] == 3
-    with pytest.raises(CorruptCheckpointError, match="__0_0.distcp"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
         read_checkpoint(str(folder))
     shard.write_bytes(bytes(len(data) + size))
-    with pytest.raises(CorruptCheckpointError, match="__0_0.distcp"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
         read_checkpoint(str(folder), "meta")
