@@ -55,9 +55,6 @@ SIGNATURES = {
     "engine.hooks.IterationTimer": "warmup_iter=3",
     "engine.hooks.LRScheduler": "optimizer=None, scheduler=None",
     "engine.hooks.LRScheduler.get_best_param_group_id": "optimizer",
-    "engine.hooks.PeriodicCheckpointer": (
-        "checkpointer, period, max_iter=None, max_to_keep=None, file_prefix='model'"
-    ),
     "engine.hooks.PeriodicWriter": "writers, period=20",
     "engine.hooks.PreciseBN": "period, model, data_loader, num_iter",
     "compat.detectron2.TorchMemoryStats": "period=20, max_runs=10",

@@ -3,8 +3,9 @@
     python tools/compare_revisions.py main HEAD
 
 Each revision is checked out into a temporary worktree. There its own tools/train_net.py trains each
-configuration, in one process and with two ranks. Weights, optimizer, losses and rows of
-metrics.json must be equal, except for times.
+configuration, in one process and with two ranks. Weights, optimizer, the losses in the last
+checkpoint, and the values of each metric in metrics.json must be equal, except for times. The rows
+may move: only the order of a metric's values counts.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,25 @@ def train(tree: Path, name: str, ranks: int, output: Path) -> dict[str, Any]:
     return {
         "weights": saved["model"],
         "optimizer": state["optimizer"],
-        "metrics": without_times(state["storage"]["metrics"]),
-        "rows": [without_times(json.loads(line)) for line in lines],
+        "losses": losses_saved(state["storage"]),
+        "rows": values_in_rows(map(json.loads, lines)),
     }
+
+
+def losses_saved(storage: dict[str, Any]) -> dict[str, Any]:
+    """The values of the metrics of the training that a checkpoint has, by name."""
+    metrics = without_times(storage["metrics"])
+    return {n: s["values"] for n, s in metrics.items() if s["smoothing_hint"]}
+
+
+def values_in_rows(rows: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The values of the metrics of rows, by name, in the order of the rows."""
+    values: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in without_times(row).items():
+            values.setdefault(name, []).append(value)
+    values.pop("iteration", None)
+    return dict(sorted(values.items()))
 
 
 def without_times(values: dict[str, Any]) -> dict[str, Any]:

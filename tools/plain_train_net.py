@@ -12,6 +12,7 @@ import logging
 import math
 
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat.detectron2 import PeriodicCheckpointer  # for loops without hooks
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.engine import (
     create_ddp_model,
@@ -20,7 +21,6 @@ from hooktrain.engine import (
     default_writers,
     launch,
 )
-from hooktrain.engine.hooks import PeriodicCheckpointer
 from hooktrain.evaluation import inference_on_dataset, print_csv_format
 from hooktrain.events import EventStorage
 from hooktrain.solver import LRMultiplier

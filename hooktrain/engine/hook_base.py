@@ -2,7 +2,10 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+if TYPE_CHECKING:  # a trainer has hooks, and a hook knows its trainer
+    from hooktrain.engine.trainers import ModelTrainer
 
 EVENTS = (
     "before_train",
@@ -59,7 +62,7 @@ class HookBase:
             some ranks have it.
     """
 
-    trainer: Any = None
+    trainer: "ModelTrainer" = cast(Any, None)
     phase: str = "run"
     key: str | None = None
     on_every_rank: bool = True

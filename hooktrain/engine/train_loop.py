@@ -225,8 +225,7 @@ class TrainerBase:
 
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks."""
-        assert self.seed is not None
-        seed_step(self.seed, self.iter, self._rank)
+        self.seed_generators(self.iter)
         self._is_checked = False
         self.ends_period = (self.iter + 1) % self.sync_period == 0
         self.storage.iter = self.iter
@@ -283,8 +282,7 @@ class TrainerBase:
         if self.succeeded:
             self.iter = self.max_iter
             # A run that was complete when it began has seeded no step.
-            assert self.seed is not None
-            seed_step(self.seed, self.done, self._rank, "end")
+            self.seed_generators(self.done, "end")
         self.storage.iter = self.iter
         begun = self._begun or []
         self._begun = None
@@ -304,6 +302,11 @@ class TrainerBase:
             raise first
 
     # What hooks ask for.
+
+    def seed_generators(self, iteration: int, event: str = "step") -> None:
+        """Seed the generators of this rank; see :func:`hooktrain.utils.env.seed_step`."""
+        assert self.seed is not None  # from before_train on
+        seed_step(self.seed, iteration, self._rank, event)
 
     def request_stop(self, reason: str) -> None:
         """Ask for an early end of the run. Any rank may call it.

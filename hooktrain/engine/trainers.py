@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import length_hint
 from typing import Any, ClassVar
@@ -244,7 +244,13 @@ class SimpleTrainer(ModelTrainer):
     :meth:`weight`.
 
     The arguments are those of :class:`ModelTrainer`.
+
+    Attributes:
+        replay: a function that takes the place of :meth:`compute_gradients`, for hooks that compute
+            the gradients of a step more than once; None, if there is none.
     """
+
+    replay: Callable[[Iterator[Any]], tuple[dict[str, Tensor], float]] | None = None
 
     @property
     def batches_per_step(self) -> int:
@@ -258,7 +264,8 @@ class SimpleTrainer(ModelTrainer):
         recorded: see :meth:`hooktrain.solver.OptimWrapper.step`.
         """
         self._check_mode()
-        losses, data_time = self.compute_gradients(self._data_loader_iter)
+        compute = self.replay or self.compute_gradients
+        losses, data_time = compute(self._data_loader_iter)
         wrapper = self.optim_wrapper
         wrapper.after_backward = partial(self._before_update, losses, data_time)
         try:

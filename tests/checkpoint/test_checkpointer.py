@@ -38,8 +38,9 @@ from hooktrain.checkpoint import (
 )
 from hooktrain.checkpoint.files import save_file, write_file
 from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA, PeriodicCheckpointer
+from hooktrain.engine.hooks import EMA
 from hooktrain.model.sharding import shard_model
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full, sweep

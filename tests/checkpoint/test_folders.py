@@ -31,7 +31,7 @@ from hooktrain.checkpoint.folders import (
     verify_folder,
 )
 from hooktrain.checkpoint.loading import read_checkpoint, read_on_all_ranks
-from hooktrain.engine.hooks import PeriodicCheckpointer
+from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.utils import comm
 
 FILES = [".metadata", "__0_0.distcp", "manifest.pth", "state.pth"]

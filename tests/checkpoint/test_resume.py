@@ -16,7 +16,7 @@ from hooktrain.checkpoint.resume import (
     checkpoint_names,
     files_to_delete,
 )
-from hooktrain.engine.hooks import PeriodicCheckpointer
+from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.utils.file_io import lock_folder
 
 

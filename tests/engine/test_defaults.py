@@ -20,6 +20,7 @@ from torch import nn
 
 from equality import assert_equal, assert_same_end, final_checkpoint
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
     default_argument_parser,
@@ -284,7 +285,7 @@ def test_a_loop_of_ones_own_publishes_the_configuration_as_it_begins(
 ) -> None:
     default_setup(config(folder, "train.log_period=1"), Namespace())
     default_setup(config(folder, "train.log_period=2"), Namespace(resume=True))
-    periodic = hooks.PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder), 10)
+    periodic = PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder), 10)
     assert LazyConfig.load(folder / "config.json").train.log_period == 1
     periodic.step(0)
     assert LazyConfig.load(folder / "config.json").train.log_period == 2

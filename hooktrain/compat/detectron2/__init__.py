@@ -19,7 +19,7 @@ from hooktrain.compat.registry import Registry as Registry
 from hooktrain.config import *
 from hooktrain.data import *
 from hooktrain.engine import *
-from hooktrain.engine.hooks import *  # its PeriodicCheckpointer also serves loops without hooks
+from hooktrain.engine.hooks import *
 from hooktrain.evaluation import *
 from hooktrain.events import *
 from hooktrain.model import (
@@ -38,6 +38,7 @@ from hooktrain.compat.detectron2 import model_zoo as model_zoo
 from hooktrain.compat.detectron2.checkpoint import (
     Checkpointer as Checkpointer,
     DetectionCheckpointer as DetectionCheckpointer,
+    PeriodicCheckpointer as PeriodicCheckpointer,
 )
 from hooktrain.compat.detectron2.collectives import (
     create_local_process_group as create_local_process_group,

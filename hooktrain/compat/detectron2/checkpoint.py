@@ -16,8 +16,10 @@ from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, wit
 from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.compat.detectron2.functions import CONFIG
 from hooktrain.compat.detectron2.paths import PathManager
+from hooktrain.engine import hooks
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, publish
+from hooktrain.utils.periods import in_iterations
 
 State = dict[str, Any]
 
@@ -231,3 +233,53 @@ class DetectionCheckpointer(Checkpointer):
                 c2_conversion=checkpoint.get("__author__") == "Caffe2",
             )
         return super()._load_model(checkpoint)
+
+
+class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
+    """A :class:`hooktrain.engine.hooks.PeriodicCheckpointer` that also serves loops without hooks.
+
+    Such a loop calls :meth:`step` after each iteration, on all ranks or on one.
+
+    Args:
+        checkpointer: the Checkpointer to save with.
+        period: see there; without a trainer in iterations.
+        max_iter: the number of iterations of the run, which a trainer sets. None writes no final
+            file.
+        max_to_keep: see there.
+        file_prefix: see there.
+    """
+
+    trainer: Any
+
+    def __init__(
+        self,
+        checkpointer: Any,
+        period: int | str,
+        max_iter: int | None = None,
+        max_to_keep: int | None = None,
+        file_prefix: str = "model",
+    ) -> None:
+        super().__init__(
+            checkpointer, period, max_to_keep=max_to_keep, file_prefix=file_prefix
+        )
+        self.max_iter = max_iter
+        self._has_begun = False
+
+    def step(self, iteration: int, **extra: Any) -> None:
+        """Save if the iteration ends a period or the run; see the base class."""
+        if self.trainer is not None:
+            super().step(iteration, **extra)
+            return
+        self.on_every_rank = False  # nothing is exchanged before a save
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin(is_new=iteration == 0)
+        is_due = (iteration + 1) % in_iterations(self.period.every, None) == 0
+        if is_due or self._is_last(iteration):
+            self._save(iteration, **extra)
+        if self._is_last(iteration):
+            self.checkpointer.finish()
+
+    def save(self, name: str, **extra: Any) -> None:
+        """The same as ``checkpointer.save``: at any time, under any name."""
+        self.checkpointer.save(name, **extra)

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hooktrain.compat.detectron2.checkpoint import DetectionCheckpointer
+from hooktrain.compat.detectron2.checkpoint import (
+    DetectionCheckpointer,
+    PeriodicCheckpointer,
+)
 from hooktrain.compat.detectron2.functions import of_detectron2, verify_results
 from hooktrain.compat.detectron2.solver import build_lr_scheduler, build_optimizer
 from hooktrain.compat.detectron2.trainers import (
@@ -193,7 +196,7 @@ class DefaultTrainer(TrainerBase):
             hooks.IterationTimer(),
             LRScheduler(),
             precise,
-            hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
+            PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
             hooks.EvalHook(period, test_and_save_results),
             hooks.PeriodicWriter(self.build_writers(), period=20),
         ]

@@ -1,4 +1,4 @@
-"""Saves checkpoints every so often, in a trainer or in a loop of your own."""
+"""Saves checkpoints every so often."""
 
 import logging
 from functools import partial
@@ -6,13 +6,12 @@ from typing import Any
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import delete_after_verifying, files_to_delete
-from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver.checks import another_model
 from hooktrain.utils.file_io import publish
 from hooktrain.utils.names import check_count
-from hooktrain.utils.periods import Period, in_iterations
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +36,12 @@ class PeriodicCheckpointer(HookBase):
     tries again; only the last save of the run raises. When that one returns, it is on the disk,
     also if the checkpointer saves in the background.
 
-    A loop without a trainer calls :meth:`step` after each iteration, on all ranks or on one.
-
     Gradients are not saved: where a model's own step accumulates over several iterations, a
     save is put off to the end of the accumulation, for a period at most.
 
     Args:
         checkpointer: the Checkpointer to save with.
-        period: in iterations, at least 1; in a trainer also like ``"1 epoch"`` or ``"10 minutes"``.
-        max_iter: the number of iterations of the run, which a trainer sets. None if the end is not
-            known, so that no final file is written.
+        period: in iterations, at least 1; or like ``"1 epoch"`` or ``"10 minutes"``.
         max_to_keep: how many numbered ones to keep, at least 1; None keeps all. The count is that
             of files and folders in ``save_dir``, also after a resume; the final one and others
             without a number are neither counted nor deleted.
@@ -63,7 +58,7 @@ class PeriodicCheckpointer(HookBase):
         self,
         checkpointer: Checkpointer,
         period: int | str,
-        max_iter: int | None = None,
+        *,
         max_to_keep: int | None = None,
         file_prefix: str = "model",
     ) -> None:
@@ -74,11 +69,10 @@ class PeriodicCheckpointer(HookBase):
         check_saver(checkpointer, file_prefix)
         self.checkpointer = checkpointer
         self.period = Period(period)
-        self.max_iter = max_iter
+        self.max_iter: int | None = None
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
-        self._has_begun = False
         self._is_put_off = False
 
     def before_train(self) -> None:
@@ -98,7 +92,6 @@ class PeriodicCheckpointer(HookBase):
             logger.warning(problem)
 
     def _begin(self, *, is_new: bool) -> None:
-        self._has_begun = True
         self.checkpointer.begin_run(is_new=is_new)
         # A resume was not refused, so the configuration of default_setup is that of the run now.
         publish(self.checkpointer.save_dir, "config.json")
@@ -117,16 +110,8 @@ class PeriodicCheckpointer(HookBase):
         Raises:
             OSError: if the disk is full at the last save, or fails otherwise at any.
         """
-        if self.trainer is None:
-            if not self._has_begun:
-                self._begin(is_new=iteration == 0)
-            period = in_iterations(self.period.every, None)
-            is_time = (iteration + 1) % period == 0 or self._is_last(iteration)
-        else:
-            is_time = self._is_time()
-        clock = Clock() if self.trainer is None else self.trainer.clock
-        if is_time:
-            with clock.pause("save"):
+        if self._is_time():
+            with self.trainer.clock.pause("save"):
                 self._save(iteration, **extra)
 
     def _is_last(self, iteration: int) -> bool:
@@ -154,19 +139,13 @@ class PeriodicCheckpointer(HookBase):
             self._save(trainer.done - 1)
         self.checkpointer.finish()
 
-    def save(self, name: str, **extra: Any) -> None:
-        """The same as ``checkpointer.save``: at any time, under any name."""
-        self.checkpointer.save(name, **extra)
-
     def _save(self, iteration: int, **extra: Any) -> None:
-        if self.trainer is not None and self.on_every_rank:
+        if self.on_every_rank:
             self.trainer.prepare_save()
         if self._is_last(iteration):
             final = f"{self.file_prefix}_final"
             self.checkpointer.save(final, iteration=iteration, **extra)
             self.checkpointer.wait()
-            if self.trainer is None:  # its hooks have more to write
-                self.checkpointer.finish()
             return
         self.save_numbered(iteration, on_full=self._go_on, **extra)
 

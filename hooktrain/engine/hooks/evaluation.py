@@ -19,7 +19,6 @@ from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.env import seed_step
 from hooktrain.utils.names import check_count, did_you_mean
 from hooktrain.utils.periods import Period
 
@@ -94,8 +93,7 @@ class EvalHook(HookBase):
     def _do_eval(self) -> None:
         numbers: dict[str, float] = {}
         error: Exception | None = None
-        done = self.trainer.done
-        seed_step(self.trainer.seed, done, comm.data_parallel_rank(), "evaluation")
+        self.trainer.seed_generators(self.trainer.done, "evaluation")
         with self.trainer.clock.pause("evaluation"):
             try:
                 self.last_results = self._func() or {}

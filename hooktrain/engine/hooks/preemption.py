@@ -120,8 +120,9 @@ class Preemption(HookBase):
         """What names and deletes the checkpoints of the run; or a new one, where nothing does."""
         found = PeriodicCheckpointer(self.checkpointer, 1)
         for hook in self.trainer.hooks:
-            is_saving = isinstance(hook, PeriodicCheckpointer)
-            if is_saving and hook.checkpointer is self.checkpointer:
+            if not isinstance(hook, PeriodicCheckpointer):
+                continue
+            if hook.checkpointer is self.checkpointer:
                 found = hook
         return found
 

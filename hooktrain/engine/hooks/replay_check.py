@@ -1,4 +1,4 @@
-"""Finds what a machine computes wrong without an error."""
+"""Detects silent data corruption: wrong numbers of a machine that reports no error."""
 
 import copy
 import random
@@ -72,21 +72,23 @@ class ReplayCheck(HookBase):
 
     def before_train(self) -> None:
         """Refuse a step that cannot be computed without its update."""
-        if self.trainer.run_step.__func__ is not SimpleTrainer.run_step:
+        if self.trainer.__class__.run_step is not SimpleTrainer.run_step:
             raise TypeError(
                 "ReplayCheck computes the gradients of SimpleTrainer.run_step() twice, and this "
                 "trainer or its model has a step of its own, which may update in between"
             )
 
+    trainer: SimpleTrainer
+
     def before_step(self) -> None:
         """Let a due step compute its gradients twice."""
         trainer = self.trainer
         if self._period.is_due(trainer) and trainer.iter > trainer.start_iter:
-            trainer.compute_gradients = self._compute_twice
+            trainer.replay = self._compute_twice
 
     def _compute_twice(self, batches: Iterator[Any]) -> Any:
         trainer = self.trainer
-        del trainer.compute_gradients  # the method of its class is there again
+        trainer.replay = None
         model = unwrap_model(trainer.model)
         weights = list(_weights(model))
         self._compare_ranks(model, weights)

@@ -57,7 +57,7 @@ def test_a_subclass_may_override_step(tmp_path: Path) -> None:
     class AtOddIterations(PeriodicCheckpointer):
         def step(self, iteration: int, **extra: Any) -> None:
             if iteration % 2:
-                self.save(f"odd_{iteration}", iteration=iteration)
+                self.checkpointer.save(f"odd_{iteration}", iteration=iteration)
 
     trainer = linear_trainer()
     saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)

@@ -92,7 +92,7 @@ def test_it_names_and_keeps_checkpoints_as_the_run_does(tmp_path: Path) -> None:
         trainer = linear_trainer(signal_at(signal.SIGTERM, at))
         saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
         best = PeriodicCheckpointer(Checkpointer(trainer.model), 1, file_prefix="best")
-        saving = PeriodicCheckpointer(saver, 100, None, 2, "net")
+        saving = PeriodicCheckpointer(saver, 100, max_to_keep=2, file_prefix="net")
         trainer.register_hooks([best, saving, Preemption(saver)])
         saver.resume_or_load("")
         with pytest.raises(SystemExit):
