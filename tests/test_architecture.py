@@ -93,12 +93,19 @@ def test_no_module_imports_from_its_own_floor_or_above() -> None:
     assert wrong == []
 
 
+def of_types_only(node: ast.stmt) -> bool:
+    """Whether this is a block that only type checkers read."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def test_imports_inside_a_folder_do_not_go_round_in_a_circle() -> None:
     trees = modules()
     graph = {
         name: {
             t if t in trees else f"{t}.__init__"
-            for t in package_imports(tree, set(trees))
+            for node in tree.body
+            if not of_types_only(node)
+            for t in package_imports(node, set(trees))
             if home(t) == home(name)
         }
         for name, tree in trees.items()
