@@ -5,6 +5,7 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hooktrain.utils.names import is_loss
@@ -33,21 +34,21 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         raise ValueError(
             f"'total_loss' is the name of the sum: leave it out of {list(values)}"
         )
-    scalars = [v for v in values.values() if isinstance(v, Tensor) and v.numel() == 1]
-    if not values or len(scalars) < len(values):
-        shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
-        raise TypeError(
-            "a model in training must return a loss or a dict of losses, tensors of one "
-            f"element each, not {shapes or output!r:.300}. Hugging Face's models need labels, "
-            "those with train_step need StepTrainer"
-        )
-    losses = [v for name, v in values.items() if v.requires_grad or is_loss(name)]
-    if not any(loss.requires_grad for loss in losses):
+    if not values:
+        raise _no_loss(output)
+    losses = []
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
+            raise _no_loss(shapes)
+        if value.requires_grad or is_loss(name):
+            losses.append(value)
+    loss = reduce(add, losses) if losses else torch.zeros(())
+    if not loss.requires_grad:
         raise ValueError(
             "no loss has a gradient (is this under no_grad, or is all of the model frozen?): "
             f"{output!r:.300}"
         )
-    loss = reduce(add, losses)
     if len(losses) < len(values):
         values = {"total_loss": loss, **values}
     return loss, values
@@ -61,3 +62,11 @@ def _values_by_name(output: Any) -> dict[str, Any]:
     if hasattr(owner, "loss"):
         return {"total_loss": output.loss}
     return dict(output) if isinstance(output, Mapping) else {}
+
+
+def _no_loss(found: Any) -> TypeError:
+    return TypeError(
+        "a model in training must return a loss or a dict of losses, tensors of one element "
+        f"each, not {found!r:.300}. Hugging Face's models need labels, those with train_step "
+        "need StepTrainer"
+    )

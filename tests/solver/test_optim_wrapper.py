@@ -113,17 +113,39 @@ def test_an_update_from_a_dict_of_losses_is_refused() -> None:
         wrap(LinearLoss()).update_params({"loss_a": torch.ones(())})
 
 
-def test_an_optimizer_put_in_later_has_its_own_zero_grad_called() -> None:
+def test_an_optimizers_own_zero_grad_is_called_also_one_put_in_later() -> None:
     calls: list[str] = []
 
     class Own(torch.optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None:
-            calls.append("zero_grad")
+            calls.append("of the class")
 
     wrapper = wrap(LinearLoss())
     wrapper.optimizer = Own(LinearLoss().parameters())
     wrapper.zero_grad()
-    assert calls == ["zero_grad"]
+    assert calls == ["of the class"]
+    optimizer = torch.optim.SGD(LinearLoss().parameters())
+    optimizer.zero_grad = lambda: calls.append("of the object")  # type: ignore[assignment]
+    OptimWrapper(optimizer).zero_grad()
+    assert calls == ["of the class", "of the object"]
+
+
+def test_gradients_are_freed_in_all_groups_dense_or_sparse() -> None:
+    embedding = nn.Embedding(2, 2, sparse=True)
+    frozen, linear = nn.Linear(2, 1).requires_grad_(False), nn.Linear(2, 1)
+    groups = [{"params": list(m.parameters())} for m in (embedding, frozen, linear)]
+    wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1, foreach=True))
+    wrapper.backward(linear(embedding(torch.tensor([0]))).sum())
+    wrapper.zero_grad()
+    assert all(parameter.grad is None for parameter in wrapper.parameters)
+
+
+def test_gradients_are_set_to_zero_where_the_arguments_say_so() -> None:
+    wrapper = wrap(LinearLoss())
+    wrapper.backward(wrapper.parameters[0].sum())
+    wrapper.zero_grad(set_to_none=False)
+    gradient = wrapper.parameters[0].grad
+    assert gradient is not None and not gradient.any()
 
 
 def test_what_a_subclass_overrides_is_called_in_mmengines_order() -> None:
