@@ -49,6 +49,9 @@ from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger, setup_logger
 from hooktrain.utils.periods import Period
 
+LOOPS = ("bare", "hooktrain")
+FEW_AND_MANY = (100, 1100)  # iterations; the difference is what steps take
+
 
 class Model(nn.Module):
     """A model with a very small step: a linear layer of 16 by 16 and its mean square."""
@@ -222,30 +225,45 @@ def run_steps(loop: str, iterations: int) -> None:
         bare_step(model, batch, optimizer)
 
 
-def count_instructions(loop: str) -> float:
-    """The instructions of a step of a loop, in thousands."""
-    counts = []
+def fork_loops() -> None:
+    """Run some steps of each loop in processes of their own, and print their numbers."""
+    # Everything is imported and compiled once, since valgrind slows this down most.
+    run_steps("hooktrain", 20)
+    for loop in LOOPS:
+        for iterations in FEW_AND_MANY:
+            child = os.fork()
+            if child == 0:
+                run_steps(loop, iterations)
+                os._exit(0)
+            os.waitpid(child, 0)
+            print(loop, iterations, child, flush=True)
+
+
+def count_instructions() -> dict[str, float]:
+    """The instructions of a step of each loop, in thousands."""
     # Threads that wait busily and the order of sets would differ from run to run.
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONHASHSEED": "0"}
-    # This compiles the package's files, which the first of the processes would do otherwise.
-    run_steps(loop, 20)
-    for iterations in (100, 1100):
-        command = ["setarch", "--addr-no-randomize"]
-        command += ["valgrind", "--tool=cachegrind", "--cache-sim=no"]
-        command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, "step"]
-        command += ["--loop", loop, "--iterations", str(iterations)]
-        done = subprocess.run(
-            command, env=environment, stderr=subprocess.PIPE, text=True, check=True
-        )
-        (count,) = re.findall(r"I\s+refs:\s+([\d,]+)", done.stderr)
-        counts.append(int(count.replace(",", "")))
-    return (counts[1] - counts[0]) / 1e6
+    command = ["setarch", "--addr-no-randomize"]
+    command += ["valgrind", "--tool=cachegrind", "--cache-sim=no"]
+    command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, "step"]
+    command += ["--fork-loops"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    )
+    found = re.findall(r"==(\d+)== I\s+refs:\s+([\d,]+)", done.stderr)
+    of_process = {pid: int(count.replace(",", "")) for pid, count in found}
+    few, many = FEW_AND_MANY
+    counts: dict[str, float] = dict.fromkeys(LOOPS, 0.0)
+    for loop, iterations, pid in map(str.split, done.stdout.splitlines()):
+        sign = 1 if int(iterations) == many else -1
+        counts[loop] += sign * of_process[pid] / (many - few) / 1e3
+    return counts
 
 
 def report_instructions() -> None:
     """Print the instructions of a step of both loops."""
-    bare, ours = count_instructions("bare"), count_instructions("hooktrain")
+    bare, ours = count_instructions().values()
     rows = [
         ["bare loop", f"{bare:.0f}"],
         ["hooktrain", f"{ours:.0f}"],
@@ -291,10 +309,10 @@ def main() -> None:
         "--iterations", type=int, help="by default 1001, for fsdp 41, for others 100"
     )
     parser.add_argument("--instructions", action="store_true", help="count them")
-    parser.add_argument("--loop", choices=["bare", "hooktrain"], help=argparse.SUPPRESS)
+    parser.add_argument("--fork-loops", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.loop:
-        run_steps(args.loop, args.iterations)
+    if args.fork_loops:
+        fork_loops()
         return
     if args.instructions:
         report_instructions()

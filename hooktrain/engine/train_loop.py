@@ -200,7 +200,8 @@ class TrainerBase:
         self._losses = LossRecorder(self.storage, self.start_iter)
         self._agree()
         self.storage.iter = self.iter
-        self.storage.trainer = weakref.proxy(self)
+        self.storage.max_iter = self.max_iter
+        self.storage.epoch_length = self.epoch_length
         self._begun = []
         for hook in self._hooks:
             hook.before_train()

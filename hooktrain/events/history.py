@@ -1,10 +1,10 @@
 """The values of one metric."""
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class HistoryBuffer:
         smoothing_hint: whether writers should show the median of the last iterations.
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
+        shown: what writers show of the newest values, so that it is found once for all of them.
+            The next value empties it.
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
@@ -37,6 +39,7 @@ class HistoryBuffer:
         self.count = 0
         self._finite_count = 0
         self._finite_sum = 0.0
+        self.shown: dict[tuple[int, int], list[Entry]] = {}
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Add a value.
@@ -52,11 +55,12 @@ class HistoryBuffer:
     def extend(self, entries: Sequence[Entry]) -> None:
         """Add pairs (value, iteration), in order."""
         self._data.extend(entries)
+        self.shown.clear()
         self.count += len(entries)
         count = self._finite_count
         total = self._finite_sum
         for value, _ in entries:
-            if math.isfinite(value):
+            if isfinite(value):
                 count += 1
                 total += value
         self._finite_count = count
@@ -73,7 +77,9 @@ class HistoryBuffer:
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values; NaN if one of them is."""
         values = _values(self.tail(window_size))
-        return _median(values)
+        if any(map(isnan, values)):
+            return nan
+        return statistics.median(values)
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values."""
@@ -83,7 +89,7 @@ class HistoryBuffer:
     def global_avg(self) -> float:
         """The mean of all finite values ever added; NaN if there are none."""
         if self._finite_count == 0:
-            return math.nan
+            return nan
         return self._finite_sum / self._finite_count
 
     def values(self) -> list[Entry]:
@@ -105,15 +111,11 @@ class HistoryBuffer:
             newest_first.append(entry)
         return newest_first[::-1]
 
-    def recent(self, window_size: int) -> list[float]:
-        """The values of the ``window_size`` iterations that end with the last value's."""
+    def count_samples(self, window_size: int) -> int:
+        """How many values the ``window_size`` iterations that end with the last value's have."""
         _, last = self._data[-1]
         entries = self.since(last - window_size + 1)
-        return _values(entries)
-
-    def recent_median(self, window_size: int) -> float:
-        """The median of :meth:`recent`; NaN if one of the values is."""
-        return _median(self.recent(window_size))
+        return len(entries)
 
     def state_dict(self) -> dict[str, Any]:
         """The last 1000 values, and what the global average needs.
@@ -138,6 +140,7 @@ class HistoryBuffer:
         values = state_dict["values"].tolist()
         iterations = state_dict["iterations"].tolist()
         self.pending.clear()
+        self.shown.clear()
         entries = zip(values, iterations, strict=True)
         self._data = deque(entries, self._data.maxlen)
         self.smoothing_hint = state_dict["smoothing_hint"]
@@ -148,9 +151,3 @@ class HistoryBuffer:
 
 def _values(entries: Sequence[Entry]) -> list[float]:
     return [value for value, _ in entries]
-
-
-def _median(values: list[float]) -> float:
-    if any(map(math.isnan, values)):
-        return math.nan
-    return statistics.median(values)

@@ -76,7 +76,9 @@ class JSONWriter(ScalarWriter):
             row = {**metrics, "iteration": iteration}
             first = next(filter(is_loss, metrics), "")
             if storage.smoothing_hints().get(first) and "mean_loss" not in metrics:
-                row["mean_loss"] = storage.history(first).avg(self._window_size)
+                history = storage.history(first)
+                count = history.count_samples(self._window_size)
+                row["mean_loss"] = history.avg(count)
             rows.append(row)
         if rows:
             text = "".join(map(_encode, rows))
@@ -87,10 +89,14 @@ class JSONWriter(ScalarWriter):
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
-        if not self._path.exists():  # which is faster to ask than to make a folder
+        # There is no buffer, since one would write later what a full disk has refused. The file
+        # is closed after each row, since some file systems send it to the server only then.
+        try:
+            file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        # There is no buffer, since one would write later what a full disk has refused.
-        with open(self._path, "ab", buffering=0) as file:
+            file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        with file:
             end = file.tell()
             try:
                 while text:
@@ -114,7 +120,7 @@ class JSONWriter(ScalarWriter):
         """
         storage = get_event_storage()
         path = str(self._path.resolve())
-        if storage.writers.setdefault(path, self) is not self:
+        if storage.take_name(path, self) != path:
             raise ValueError(f"two writers of {path!r}: are hooks registered twice?")
         if not comm.is_main_process():
             return

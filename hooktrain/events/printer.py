@@ -24,7 +24,7 @@ class CommonMetricPrinter(ScalarWriter):
     it includes evaluations and saves.
 
     Args:
-        max_iter: the iteration at which the run ends. The hook ``PeriodicWriter`` sets it.
+        max_iter: the iteration that the run ends before, if the storage does not know it.
         window_size: how many iterations to smooth over, at least 1.
 
     Attributes:
@@ -43,7 +43,7 @@ class CommonMetricPrinter(ScalarWriter):
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
         """Log the lines."""
-        end = self.max_iter or 0
+        end = storage.max_iter or self.max_iter or 0
         is_running = storage.iter < end
         if is_running:
             scalars.setdefault(storage.iter, {})  # without metrics the line has the ETA

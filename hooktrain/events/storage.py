@@ -71,21 +71,22 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration.
-        trainer: the trainer whose run this is, or None.
+        max_iter: the iteration that the run ends before; 0 if it is not known.
+        epoch_length: the number of iterations of an epoch, if it is known.
         info: plain values that are saved with the metrics.
-        written: by writer and by metric, how many values are written.
+        written: by the name of a reader and by metric, how many values it has written.
         file_sizes: by name, the size of each file of metrics in bytes.
-        writers: by name and by file, the writers of the run that has entered the storage.
     """
 
-    trainer: Any = None
+    max_iter: int = 0
+    epoch_length: int | None = None
 
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
         self.info: dict[str, Any] = {}
         self.written: dict[str, dict[str, int]] = {}
         self.file_sizes: dict[str, int] = {}
-        self.writers: dict[str, Any] = {}
+        self._owners: dict[str, object] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._results: dict[str, HistoryBuffer] = {}
@@ -127,8 +128,9 @@ class EventStorage:
         # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:
             cur_iter = self.iter
-        history.pending.append((value, cur_iter))
-        if len(history.pending) >= _MAX_PENDING:
+        pending = history.pending
+        pending.append((value, cur_iter))
+        if len(pending) >= _MAX_PENDING:
             self._fetch_pending()
 
     def put_scalars(
@@ -240,13 +242,13 @@ class EventStorage:
         for name, history in self._named().items():
             if history.smoothing_hint:
                 _, iteration = latest[name]
-                latest[name] = (history.recent_median(window_size), iteration)
+                count = history.count_samples(window_size)
+                latest[name] = (history.median(count), iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """How many values of a metric the last ``window_size`` iterations have."""
-        history = self.history(name)
-        return len(history.recent(window_size))
+        return self.history(name).count_samples(window_size)
 
     def smoothing_hints(self) -> dict[str, bool]:
         """By metric, whether writers should smooth it."""
@@ -259,6 +261,19 @@ class EventStorage:
     def clear_histograms(self) -> None:
         """Remove the histograms from the queue."""
         self._histograms.clear()
+
+    def take_name(self, name: str, owner: object) -> str:
+        """The first of ``name``, ``name#1``, ``name#2``, ... that the owner has or can take.
+
+        A run that enters the storage begins without owners. Under its name a reader keeps how much
+        it has written, so that a resumed run goes on after it.
+        """
+        free = name
+        count = 0
+        while self._owners.setdefault(free, owner) is not owner:
+            count += 1
+            free = f"{name}#{count}"
+        return free
 
     def step(self) -> None:
         """Go on to the next iteration."""
@@ -280,7 +295,7 @@ class EventStorage:
             self._current_prefix = outer
 
     def __enter__(self) -> "EventStorage":
-        self.writers = {}
+        self._owners = {}
         outer = _entered.get()
         _entered.set((*outer, self))
         return self

@@ -64,7 +64,7 @@ class ScalarWriter(EventWriter):
         """Write the new values. After an error they are still new."""
         if comm.is_main_process():
             storage = get_event_storage()
-            self._take_name(storage)
+            self.name = storage.take_name(self._kind, self)
             scalars = self.new_scalars(storage)
             self.write_scalars(storage, scalars)
             self.mark_written(storage)
@@ -84,20 +84,12 @@ class ScalarWriter(EventWriter):
         written = storage.written.get(self.name, {})
         for name, history in storage.histories().items():
             new_count = history.count - written.get(name, 0)
-            for value, iteration in self._new_entries(name, history, new_count):
+            key = (new_count, self._window_size)
+            if key not in history.shown:
+                history.shown[key] = _new_entries(name, history, *key)
+            for value, iteration in history.shown[key]:
                 found.setdefault(iteration, {})[name] = value
         return dict(sorted(found.items()))
-
-    def _new_entries(
-        self, name: str, history: HistoryBuffer, new_count: int
-    ) -> list[Entry]:
-        if new_count > 0 and history.smoothing_hint:
-            ((_, last),) = history.tail(1)
-            smoothed = history.avg if name in TIMES else history.recent_median
-            return [(smoothed(self._window_size), last)]
-        new = history.tail(new_count)
-        iterations = {iteration for _, iteration in new}
-        return [entry for entry in new if entry[1] + 1 not in iterations]
 
     def mark_written(self, storage: EventStorage) -> None:
         """Remember that all values are written."""
@@ -106,14 +98,20 @@ class ScalarWriter(EventWriter):
 
     def rewind(self, iteration: int) -> None:
         """Continue after the last write before the storage was saved."""
-        self.name = self._kind
-        self._take_name(get_event_storage())
+        self.name = get_event_storage().take_name(self._kind, self)
 
-    def _take_name(self, storage: EventStorage) -> None:
-        count = 0
-        while storage.writers.setdefault(self.name, self) is not self:
-            count += 1
-            self.name = f"{self._kind}#{count}"
+
+def _new_entries(
+    name: str, history: HistoryBuffer, new_count: int, window_size: int
+) -> list[Entry]:
+    if new_count > 0 and history.smoothing_hint:
+        ((_, last),) = history.tail(1)
+        count = history.count_samples(window_size)
+        smoothed = history.avg if name in TIMES else history.median
+        return [(smoothed(count), last)]
+    new = history.tail(new_count)
+    iterations = {iteration for _, iteration in new}
+    return [entry for entry in new if entry[1] + 1 not in iterations]
 
 
 class FunctionWriter(ScalarWriter):

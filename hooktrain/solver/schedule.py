@@ -343,13 +343,13 @@ class LRMultiplier(LRScheduler):
         if epoch is None:
             epoch = self.last_epoch + 1
         self.last_epoch = epoch
-        groups = self.optimizer.param_groups
-        for group, rate in zip(groups, self.get_lr(), strict=True):
-            if isinstance(group["lr"], Tensor):
-                # In place, for captured graphs; no synchronisation.
-                group["lr"].fill_(rate)
+        rates = self.get_lr()
+        for i, group in enumerate(self.optimizer.param_groups):
+            if hasattr(group["lr"], "fill_"):
+                # A tensor, filled in place for captured graphs; no synchronisation.
+                group["lr"].fill_(rates[i])
             else:
-                group["lr"] = rate
+                group["lr"] = rates[i]
 
     def state_dict(self) -> dict[str, Any]:
         """The base rates and the number of the current step; the schedule is not part of it."""

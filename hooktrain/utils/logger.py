@@ -64,7 +64,7 @@ class _TerminalHandler(_Handler):
         # A process may have been started without it.
         if sys.stdout is not None:
             self.stream = sys.stdout
-            if not _cell():
+            if _bar.text and not _cell():
                 _draw("")
             super().emit(record)
 

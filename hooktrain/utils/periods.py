@@ -54,16 +54,17 @@ class Period:
         Raises:
             ValueError: for a period in epochs, if their length is not known.
         """
-        if isinstance(self.every, str):
-            _, seconds = _parse(self.every)
+        iterations = self.every
+        if isinstance(iterations, str):
+            _, seconds = _parse(iterations)
             if seconds:
                 return bool(trainer.clock.has_passed(seconds))
-        iterations = in_iterations(self.every, trainer.epoch_length)
-        return iterations > 0 and bool(trainer.done % iterations == 0)
+            iterations = in_iterations(iterations, trainer.epoch_length)
+        return iterations > 0 and trainer.done % iterations == 0
 
     def is_due_or_last(self, trainer: Any) -> bool:
         """The same, and always true in the last iteration of the run."""
-        return bool(trainer.is_last) or self.is_due(trainer)
+        return self.is_due(trainer) or trainer.is_last
 
 
 def in_iterations(number: int | str, epoch_length: int | None) -> int:

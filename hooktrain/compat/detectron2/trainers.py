@@ -70,7 +70,6 @@ class TrainerBase(engine.TrainerBase):
         inner.before_train()
         # The steps of the inner one record losses there; the loop of this one exchanges them.
         self._losses = inner._losses
-        self.storage.trainer = weakref.proxy(self)
 
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks, first those of the inner trainer."""

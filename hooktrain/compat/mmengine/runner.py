@@ -154,7 +154,7 @@ class MessageHub:
         if has_event_storage():
             storage = get_event_storage()
             if key in ("iter", "epoch", "max_iters", "max_epochs"):
-                return getattr(Runner(storage.trainer), key)
+                return getattr(Runner(storage), key)
             if key == "eta":  # The printer records it.
                 default, _ = storage.latest().get("eta_seconds", (default, 0))
             default = storage.info.get(key, default)

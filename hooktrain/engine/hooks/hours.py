@@ -44,7 +44,9 @@ class Hours(HookBase):
     def before_train(self) -> None:
         """Count the iterations that are computed again."""
         start, clock = self.trainer.start_iter, self.trainer.clock
-        for writer in self.trainer.storage.writers.values():
+        hooks = self.trainer.hooks
+        writers = [each for hook in hooks for each in getattr(hook, "writers", ())]
+        for writer in writers:
             if start > 0 and isinstance(writer, JSONWriter) and writer.cut:
                 again = writer.cut[-1]["iteration"] + 1 - start
                 before = clock.pauses.get("again", 0.0)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from hooktrain.engine.hook_base import HookBase
-from hooktrain.events import CommonMetricPrinter, EventWriter
+from hooktrain.events import EventWriter
 from hooktrain.utils.file_io import is_disk_full
 from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.names import as_list
@@ -91,25 +91,26 @@ class PeriodicWriter(HookBase):
         writers: the writers, called in order.
         period: in iterations, or like ``"1 epoch"``; 0 writes at the last one only. With
             several ranks a multiple of the trainer's ``gather_metric_period``, for the losses.
+
+    Attributes:
+        writers: the writers.
     """
 
     phase = "write"
 
     def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
-        self._writers = as_list(writers, EventWriter, "writers")
+        self.writers = as_list(writers, EventWriter, "writers")
         self._period = Period(period)
 
     def before_train(self) -> None:
         """Let the writers go on where the run starts."""
-        for writer in self._writers:
+        for writer in self.writers:
             writer.rewind(self.trainer.start_iter)
-            if isinstance(writer, CommonMetricPrinter):
-                writer.max_iter = self.trainer.max_iter
 
     def after_step(self) -> None:
         """Write where a period ends."""
         if self._period.is_due_or_last(self.trainer):
-            for writer in self._writers:
+            for writer in self.writers:
                 self._call(writer, writer.write)
 
     def _call(self, writer: EventWriter, method: Callable[[], None]) -> None:
@@ -127,7 +128,7 @@ class PeriodicWriter(HookBase):
         """Close all writers; after a good end they first write what came last."""
         # Each is called even if another one fails.
         with ExitStack() as stack:
-            for writer in reversed(self._writers):
+            for writer in reversed(self.writers):
                 stack.callback(self._call, writer, writer.close)
                 if self.trainer.succeeded:
                     stack.callback(self._call, writer, writer.write)
