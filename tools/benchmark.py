@@ -17,8 +17,8 @@ loader and by that of ``build_train_loader``: from a plain container and from a 
 draw random numbers.
 
 With ``--instructions`` it counts the instructions of a step instead, which are the same on a busy
-machine as on an idle one. valgrind (a package of most systems) runs 100 and 1,100 steps of each
-loop; their difference is 1,000 steps.
+machine as on an idle one. Under valgrind (a package of most systems), processes that are forked
+when everything is imported run 100 and 1,100 steps of each loop; their difference is 1,000 steps.
 """
 
 import argparse

@@ -145,7 +145,8 @@ def test_gradients_are_set_to_zero_where_the_arguments_say_so() -> None:
     wrapper.backward(wrapper.parameters[0].sum())
     wrapper.zero_grad(set_to_none=False)
     gradient = wrapper.parameters[0].grad
-    assert gradient is not None and not gradient.any()
+    assert gradient is not None
+    assert not gradient.any()
 
 
 def test_what_a_subclass_overrides_is_called_in_mmengines_order() -> None:
