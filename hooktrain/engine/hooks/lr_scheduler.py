@@ -72,16 +72,16 @@ class LRScheduler(HookBase):
         self._loaded: Mapping[str, Any] = {}  # and not given to them yet
 
     def before_train(self) -> None:
-        """Find what was not given, and decide who steps when, so that a step need not."""
+        """Find the optimizers and schedules, and when each schedule steps."""
         self._storage = self.trainer.storage
         self._recorded: list[Any] = []  # names, and the groups whose rates have them
-        self._steps: list[Any] = []  # periods, and what steps then
-        self._watched: list[Any] = []  # metrics, and what steps with their values
-        self._driven: list[Any] = []  # rates, and what sets them
-        self._left: list[Any] = []  # what the last step left, see _look
+        self._steps: list[Any] = []  # periods, and the schedules that step at their ends
+        self._watched: list[Any] = []  # results, and the functions that get their values
+        self._driven: list[Any] = []  # rates, and the schedules that set them
+        self._last_rates: list[Any] = []  # those that the last step left
         self._schedulers = {}
         optimizers = self._optimizers()
-        for name, schedules in self._given().items():
+        for name, schedules in self._schedules_by_name().items():
             optimizer = _unwrapped(optimizers[name])
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             self._recorded.append((f"{name}.lr" if name else "lr", group))
@@ -114,7 +114,7 @@ class LRScheduler(HookBase):
         found = self._optimizer or wrapper or self.trainer.optimizer
         return found if isinstance(found, Mapping) else {"": found}
 
-    def _given(self) -> dict[str, list[Any]]:
+    def _schedules_by_name(self) -> dict[str, list[Any]]:
         """The schedules as they were given, by the names of their optimizers."""
         if self.scheduler is None:
             self.scheduler = getattr(self.trainer, "scheduler", None)
@@ -208,13 +208,13 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
-        if self._to_watch and self._left not in ([], self._look()):
+        if self._to_watch and self._last_rates not in ([], self._rates()):
             self._to_watch = 0  # once is enough
             logger.warning(
-                "LRScheduler has left rates and counts of steps at %s, and they are %s: another "
-                "hook changes the rate, or steps the scheduler too",
-                self._left,
-                self._look(),
+                "Learning rates or step counts changed outside LRScheduler: expected %s, found "
+                "%s. Does another hook set the rate, or step the scheduler too?",
+                self._last_rates,
+                self._rates(),
             )
         storage = self._storage
         for name, group in self._recorded:
@@ -224,7 +224,7 @@ class LRScheduler(HookBase):
                 schedule.step()
         if self._to_watch:
             self._to_watch -= 1
-            self._left = self._look()
+            self._last_rates = self._rates()
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Step what watches a result, unless no update follows in this run."""
@@ -236,9 +236,9 @@ class LRScheduler(HookBase):
             elif value is not None:
                 step(value)
         if self._to_watch:
-            self._left = self._look()
+            self._last_rates = self._rates()
 
-    def _look(self) -> list[Any]:
+    def _rates(self) -> list[Any]:
         """The rates, and how often each schedule has stepped."""
         # A rate that is a tensor stays the same object, so nothing waits for its value.
         rates = [group["lr"] for _, group in self._recorded]
@@ -267,7 +267,7 @@ class LRScheduler(HookBase):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the state of other schedulers."""
-        here = {name: len(each) for name, each in self._given().items()}
+        here = {name: len(each) for name, each in self._schedules_by_name().items()}
         states = _saved_schedulers(state_dict)
         saved = {name: len(each) for name, each in states.items()}
         if here != saved:
