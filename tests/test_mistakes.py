@@ -515,6 +515,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: train(model=Net().requires_grad_(False)), ValueError, "frozen"),
     (returning(lambda y: {"loss": y.mean(), "logits": y}), TypeError, "'logits'"),
     (returning(lambda y: {"a": y.mean(), "total_loss": y.mean()}), ValueError, "sum"),
+    (returning(lambda y: {"loss": y.sum(), "a_loss": y.sum()}), ValueError, "detach"),
+    (
+        returning(lambda y: {"loss_a": y.sum(), "sim": y.sum()}),
+        ValueError,
+        r"\['sim'\]",
+    ),
     (step(lambda y: {"acc": y.mean().detach()}), ValueError, "no loss.*'acc'"),
     # Evaluations and metrics
     (measure(small().data_loader, None), ValueError, "build_test_loader"),

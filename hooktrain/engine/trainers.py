@@ -24,11 +24,15 @@ from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import warn_of_own_buffers
-from hooktrain.utils.names import add_note, check_count
+from hooktrain.utils.names import add_note, check_count, refuse_overrides
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import mover_to, non_finite, types_of
 
 logger = logging.getLogger(__name__)
+
+_OF_SIMPLE_TRAINER = dict.fromkeys(
+    ("compute_loss", "weight"), "the model computes and weighs losses in its train_step"
+)
 
 
 class ModelTrainer(TrainerBase):
@@ -246,10 +250,13 @@ class SimpleTrainer(ModelTrainer):
     The arguments are those of :class:`ModelTrainer`.
 
     Attributes:
+        parse_losses: splits what :meth:`compute_loss` returned into the loss and the values to
+            record; a function like :func:`hooktrain.model.losses.parse_losses`.
         replay: a function that takes the place of :meth:`compute_gradients`, for hooks that compute
             the gradients of a step more than once; None, if there is none.
     """
 
+    parse_losses = staticmethod(parse_losses)
     replay: Callable[[Iterator[Any]], tuple[dict[str, Tensor], float]] | None = None
 
     @property
@@ -308,7 +315,8 @@ class SimpleTrainer(ModelTrainer):
             data: the batch as the loader gives it, not yet moved to a device.
 
         Returns:
-            A number, or a tensor with one element. It may be 0, if the loss is finite there.
+            A number of at least 0, or a tensor with one element. It may be 0, if the loss is finite
+            there. If all weights of an iteration are 0, a warning says so once.
         """
         return 1
 
@@ -341,7 +349,7 @@ class SimpleTrainer(ModelTrainer):
             data, seconds = self._next_batch(batches)
             data_time += seconds
             with wrapper.optim_context(self.model):
-                loss, losses = parse_losses(self.compute_loss(data))
+                loss, losses = self.parse_losses(self.compute_loss(data))
             if factors:
                 loss = loss * factors[batch]
                 losses = {name: each * factors[batch] for name, each in losses.items()}
@@ -455,10 +463,17 @@ class StepTrainer(ModelTrainer):
     Attributes:
         last_batch: the batch of the last step, for hooks.
         last_outputs: the values to log that the last step returned.
+
+    Raises:
+        TypeError: when a subclass is defined that overrides what only SimpleTrainer calls.
     """
 
     last_batch: Any = None
     last_outputs: Mapping[str, Any] | None = None
+
+    def __init_subclass__(cls) -> None:
+        if cls.run_step is StepTrainer.run_step:
+            refuse_overrides(cls, _OF_SIMPLE_TRAINER)
 
     @property
     def can_save(self) -> bool:

@@ -165,8 +165,7 @@ class BaseModel(nn.Module, ABC):
             first, as ``total_loss``.
         """
         loss, values = parse_losses(losses)
-        to_log = {"total_loss": loss, **values}
-        return loss, {name: value.detach() for name, value in to_log.items()}
+        return loss, {name: value.detach() for name, value in values.items()}
 
 
 def init_weights_once(model: nn.Module) -> nn.Module:

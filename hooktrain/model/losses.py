@@ -1,14 +1,16 @@
 """What a model returns in training: which of its values are losses, and what their sum is."""
 
 from collections.abc import Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import add
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hooktrain.utils.names import is_loss
+
+# Names that other trainers give to the sum of all losses.
+_SUMS = {"loss", "total_loss", "loss_total", "loss_sum", "total"}
 
 
 def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -16,45 +18,76 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
     - A tensor is the loss. So is the attribute ``loss`` of an object, as Hugging Face's models
       return it.
-    - The losses in a dict are added up. A value is a loss if it has a gradient or "loss" in its
-      name. The others, such as an accuracy, are metrics.
+    - The values of a dict that have a gradient are losses, and are added up. The others, such as
+      an accuracy, are recorded and never added.
 
     Returns:
-        The loss to go backward from, and all values by name. If there are metrics among them, the
-        sum of the losses comes first, as ``total_loss``.
+        The loss to go backward from, and all values by name. The loss comes first, as
+        ``total_loss``.
 
     Raises:
         TypeError: without a loss, or for a value that is not a tensor with one element.
-        ValueError: if no loss has a gradient, or ``total_loss`` is one of several values.
+        ValueError: if no value has a gradient; or if it is not clear what to add up: a ``loss`` or
+            ``total_loss`` beside others with a gradient may be their sum, and a value without
+            "loss" in its name, beside some with it, may be a metric.
     """
     if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
         return output, {"total_loss": output}
-    values = _values_by_name(output)
-    if "total_loss" in values and len(values) > 1:
-        raise ValueError(
-            f"'total_loss' is the name of the sum: leave it out of {list(values)}"
-        )
-    if not values:
-        raise _no_loss(output)
-    losses = []
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
-            raise _no_loss(shapes)
-        if value.requires_grad or is_loss(name):
-            losses.append(value)
-    loss = reduce(add, losses) if losses else torch.zeros(())
-    if not loss.requires_grad:
+    values = values_by_name(output)
+    losses = {name: value for name, value in values.items() if value.requires_grad}
+    if not losses:
         raise ValueError(
             "no loss has a gradient (is this under no_grad, or is all of the model frozen?): "
             f"{output!r:.300}"
         )
-    if len(losses) < len(values):
-        values = {"total_loss": loss, **values}
-    return loss, values
+    if len(losses) > 1:
+        _refuse_two_meanings(tuple(losses))
+    loss = reduce(add, losses.values())
+    if values.get("total_loss", loss) is not loss:
+        raise ValueError(
+            "'total_loss' is the name of the sum, but here it has no gradient: leave it out of "
+            f"{list(values)}"
+        )
+    return loss, {"total_loss": loss, **values}
 
 
-def _values_by_name(output: Any) -> dict[str, Any]:
+@lru_cache
+def _refuse_two_meanings(names: tuple[str, ...]) -> None:
+    """Refuse the names of several values with a gradient if it is not clear what to add up.
+
+    All names are looked at in the first step only.
+    """
+    sums = [name for name in names if name in _SUMS]
+    others = [name for name in names if not is_loss(name)]
+    if sums:
+        raise ValueError(
+            f"{sums[0]!r} has a gradient, and so have others of {list(names)}. Is it their sum? "
+            "Then detach() the others, which are recorded and not added. Is it one of several to "
+            "add up? Then give it a name of its own, such as 'loss_main'"
+        )
+    if 0 < len(others) < len(names):
+        raise ValueError(
+            f"{others} of {list(names)} have a gradient, but no 'loss' in the name. To record "
+            "them, detach() them; to add them to the loss, put 'loss' into each name"
+        )
+
+
+def values_by_name(output: Any) -> dict[str, Tensor]:
+    """The values of what a model returned in training, by name.
+
+    Raises:
+        TypeError: if there are none, or for one that is not a tensor with one element.
+    """
+    values = _items(output)
+    if not values:
+        raise _no_loss(output)
+    for value in values.values():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise _no_loss({n: getattr(v, "shape", v) for n, v in values.items()})
+    return values
+
+
+def _items(output: Any) -> dict[str, Any]:
     if isinstance(output, Tensor):
         return {"total_loss": output}
     # Some dicts have an attribute for each item. Only one of their class is meant.

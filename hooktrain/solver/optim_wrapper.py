@@ -1,8 +1,10 @@
 """How a loss becomes an update: accumulation, clipping, and the optimizer's step."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -300,15 +302,39 @@ def weights_over_mean(weights: Iterable[Any]) -> list[float]:
     """The weights of this rank's passes over the mean weight of all passes. A collective.
 
     Losses that are multiplied by them have weighted means as their plain means over the passes
-    and the ranks. If all weights are 0, so are the results.
+    and the ranks. If all weights are 0, so are the results, and a warning says so once.
 
     Args:
         weights: numbers, or tensors with one element; as many on each rank.
+
+    Raises:
+        ValueError: for a weight that is negative or no finite number.
     """
-    own = [float(weight) for weight in weights]
+    own = [_weight(weight) for weight in weights]
     total = comm.all_reduce(torch.tensor(sum(own), dtype=torch.float64)).item()
+    if total == 0:
+        _warn_of_no_weight()
     mean = total / (len(own) * comm.get_world_size()) or 1.0
     return [weight / mean for weight in own]
+
+
+@cache
+def _warn_of_no_weight() -> None:
+    logger.warning(
+        "weight(data) of the trainer is 0 for all batches of an iteration, so nothing is learned "
+        "from them"
+    )
+
+
+def _weight(weight: Any) -> float:
+    with suppress(TypeError, ValueError, RuntimeError):  # the last is a tensor's
+        number = float(weight)
+        if 0 <= number < math.inf:
+            return number
+    raise ValueError(
+        "weight(data) of the trainer must return a finite number of at least 0, or a tensor with "
+        f"one element, not {weight!r:.300}"
+    )
 
 
 def _clipping(

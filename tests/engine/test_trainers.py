@@ -24,6 +24,7 @@ from hooktrain.engine import (
     AMPTrainer,
     HookBase,
     SimpleTrainer,
+    StepTrainer,
     create_ddp_model,
     hooks,
 )
@@ -37,7 +38,7 @@ from hooktrain.engine.hooks import (
 )
 from hooktrain.events import EventStorage, JSONWriter
 from hooktrain.model.sharding import shard_model
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, optim_wrapper
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.tensors import local_tensor
@@ -109,7 +110,7 @@ class OutputWithLoss(dict[str, Tensor]):
         ),
         (
             {"loss_a": LOSS, "loss_frozen": HALF},
-            {"total_loss": 1.5, "loss_a": 1, "loss_frozen": 0.5},
+            {"total_loss": 1, "loss_a": 1, "loss_frozen": 0.5},
         ),
         (OutputWithLoss(loss=LOSS, logits=torch.ones(2, 2)), {"total_loss": 1}),
         (SimpleNamespace(loss=LOSS, logits=torch.ones(2, 2)), {"total_loss": 1}),
@@ -129,8 +130,32 @@ def test_only_losses_are_added_up(
     trainer.train(0, 1)
     latest = {name: value for name, (value, _) in trainer.storage.latest().items()}
     assert {**latest, "data_time": 0} == {**recorded, "data_time": 0}
-    assert LOSS.grad == recorded["total_loss"] - recorded.get("loss_frozen", 0)
+    assert LOSS.grad == recorded["total_loss"]
     LOSS.grad = None
+
+
+class LossesOfEachBatch(LinearLoss):
+    """The second batch has no boxes, and so no gradient of their loss."""
+
+    def forward(self, x: Tensor) -> Any:
+        of_class = super().forward(x)
+        if len(x) == 1:
+            return {"loss_cls": of_class, "loss_box": torch.zeros(())}
+        return {"loss_cls": of_class, "loss_box": 2 * of_class}
+
+
+def test_the_total_of_passes_of_which_one_lacks_a_gradient_is_what_was_trained() -> (
+    None
+):
+    model = LossesOfEachBatch()
+    first, second = (LinearLoss()(batches(1, size)[0]).item() for size in (2, 1))
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=2)
+    parts = [batches(1, size)[0] for size in (2, 1)]
+    trainer = SimpleTrainer(model, parts, wrapper)
+    trainer.train(0, 1)
+    latest = trainer.storage.latest()
+    assert latest["total_loss"][0] == pytest.approx((3 * first + second) / 2)
+    assert latest["loss_box"][0] == pytest.approx(first)
 
 
 def poisoned(count: int, at: int) -> list[torch.Tensor]:
@@ -392,10 +417,43 @@ def test_batches_of_unequal_weights_train_as_one_large_batch() -> None:
         assert equal[2].count("allreduce_") == 1
 
 
-def test_an_iteration_whose_weights_are_all_0_changes_nothing() -> None:
-    weight, values = update_by_parts(Weighted, [[0, 0]])
-    assert values == {"loss": 0, "first": 0}
-    assert torch.equal(weight, LinearLoss().fc.weight)
+def test_iterations_whose_weights_are_all_0_change_nothing_and_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optim_wrapper._warn_of_no_weight.cache_clear()
+    update_by_parts(Weighted, [[0, 3]])
+    assert "0 for all batches" not in caplog.text
+    for _ in range(2):
+        weight, values = update_by_parts(Weighted, [[0, 0]])
+        assert values == {"loss": 0, "first": 0}
+        assert torch.equal(weight, LinearLoss().fc.weight)
+    assert caplog.text.count("0 for all batches") == 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [
+        (-1, "-1"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (torch.ones(2), r"tensor\(\[1., 1.\]\)"),
+        ([1, 2], r"\[1, 2\]"),
+        (None, "None"),
+    ],
+)
+def test_a_weight_that_is_no_weight_is_refused(weight: Any, shown: str) -> None:
+    model = LinearLoss()
+    kind = type("BadWeight", (SimpleTrainer,), {"weight": lambda self, data: weight})
+    with pytest.raises(ValueError, match=f"weight.*at least 0.*{shown}"):
+        kind(model, batches(2), sgd(model)).train(0, 1)
+
+
+@pytest.mark.parametrize("name", ["weight", "compute_loss"])
+def test_a_step_trainer_refuses_what_only_the_other_one_calls(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine\.{name} .*train_step"):
+        type("Mine", (StepTrainer,), {name: lambda self, data: 1})
+    own = {name: lambda self, data: 1, "run_step": lambda self: None}
+    assert issubclass(type("Mine", (StepTrainer,), own), StepTrainer)
 
 
 def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:

@@ -3,14 +3,18 @@
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor, Future
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from hooktrain import engine
 from hooktrain.engine.hook_base import State
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.trainers import ModelTrainer
 from hooktrain.events import get_event_storage
+from hooktrain.model.losses import values_by_name
 from hooktrain.utils import comm, names
 
 # What the inner trainer takes from the outer one when a run begins.
@@ -175,6 +179,8 @@ class _AtOnce(Executor):
 class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
     """A :class:`hooktrain.engine.SimpleTrainer` whose metrics can be written from anywhere.
 
+    All values of a dict of losses are added up, whatever their names.
+
     Attributes:
         concurrent_executor: what a ``run_step`` of detectron2 submits ``_write_metrics`` to.
 
@@ -184,6 +190,12 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
 
     concurrent_executor: ClassVar[Executor] = _AtOnce()
     optim_wrapper = cached_property(_left_out)
+
+    @staticmethod
+    def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of all values that a model returned, and the values."""
+        values = values_by_name(output)
+        return reduce(add, values.values()), values
 
     def __init_subclass__(cls) -> None:
         hint = "change batches in prepare_batch, or give another data_loader"

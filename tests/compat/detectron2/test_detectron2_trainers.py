@@ -368,3 +368,27 @@ def test_a_trainer_inside_is_inside_of_one_trainer_after_the_other() -> None:
         outer.train(start, start + 1)
     assert list(calls.values()) == [list(EVENTS)] * 2
     inner.train(2, 3)
+
+
+class SeveralValues(Net):
+    """In detectron2 all values are added up, whatever their names and gradients."""
+
+    def forward(self, x: Tensor) -> Any:
+        loss = super().forward(x)
+        values = {"loss": 2 * loss, "loss_cls": loss, "sim": loss}
+        return {**values, "accuracy": torch.tensor(0.5)}
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_all_values_of_a_dict_of_losses_are_added_up(accumulated: int) -> None:
+    model = SeveralValues()
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=accumulated)
+    trainer = SimpleTrainer(model, [DATA[0]] * 4, wrapper)
+    before = model.fc.bias.detach().clone()
+    trainer.train(0, 1)
+    latest = {name: value for name, (value, _) in trainer.storage.latest().items()}
+    assert latest["total_loss"] == pytest.approx(4 * latest["loss_cls"] + 0.5)
+    single = Net()
+    wrapper = OptimWrapper(sgd(single), accumulative_counts=accumulated)
+    engine.SimpleTrainer(single, [DATA[0]] * 4, wrapper).train(0, 1)
+    torch.testing.assert_close(before - model.fc.bias, 4 * (before - single.fc.bias))
