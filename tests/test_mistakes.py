@@ -45,7 +45,7 @@ from hooktrain.evaluation import (
     inference_on_dataset,
 )
 from hooktrain.events import CommonMetricPrinter, EventWriter, JSONWriter
-from hooktrain.model import BaseModel
+from hooktrain.model import BaseModel, ExponentialMovingAverage
 from hooktrain.solver import (
     CosineParamScheduler,
     LinearParamScheduler,
@@ -340,6 +340,20 @@ def swapped(a: Tensor, b: Tensor) -> Tensor:
     return (a == b.argmax(1)).float().mean()
 
 
+class NoReset(DatasetEvaluator):
+    def __init__(self) -> None:
+        self.total = 0
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.total += len(outputs)
+
+
+def evaluate_twice() -> None:
+    evaluator = NoReset()
+    for _ in range(2):
+        inference_on_dataset(two_scores, PAIRS, evaluator)
+
+
 def of_each_sample(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == targets).float()
 
@@ -531,9 +545,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: MetricEvaluator(OfTorchmetrics), TypeError, r"OfTorchmetrics\(\.\.\.\)"),
     (measure(PAIRS, precision, two_scores), ValueError, "outputs first.*'y_true'"),
     (measure(PAIRS, Nothing(), two_scores), WARNING, r"Nothing.evaluate\(\)"),
+    (evaluate_twice, WARNING, r"no reset\(\).*'total'"),
+    (lambda: ExponentialMovingAverage(Net()).swap(Net()), WARNING, "with ema.swap"),
     (measure(PAIRS, swapped, two_scores), IndexError, "outputs first"),
     (measure(PAIRS, of_each_sample, two_scores), RuntimeError, "returns one number"),
-    (measure(PAIRS, in_a_dict, two_scores), RuntimeError, "returns one number"),
+    (measure(PAIRS, in_a_dict, two_scores), TypeError, "returns one number"),
     (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
     (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),
     (lambda: train(EarlyStopping("acc", "max")), WARNING, "'acc'.*no EvalHook"),

@@ -1,6 +1,5 @@
 """What is asked before the first step of a run, and after its first period."""
 
-import inspect
 import logging
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
 from hooktrain.utils import comm
+from hooktrain.utils.names import names_used
 from hooktrain.utils.tensors import compute_device
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def warn_of_lost_calls(trainer: Any) -> None:
     Args:
         trainer: with a model, in a run.
     """
-    users = (hook for hook in trainer.hooks if _names_used(hook.after_backward))
+    users = (hook for hook in trainer.hooks if names_used(hook.after_backward))
     waiting = [type(hook).__qualname__ for hook in users]
     if waiting and not trainer._has_backward:
         logger.warning(
@@ -60,7 +60,7 @@ def warn_of_lost_calls(trainer: Any) -> None:
     gradients = (p.grad for p in trainer.model.parameters())
     changes = min((grad._version for grad in gradients if grad is not None), default=0)
     count = trainer.done - trainer.start_iter
-    if "zero_grad" not in _names_used(trainer.run_step) and changes >= count - 1 > 2:
+    if "zero_grad" not in names_used(trainer.run_step) and changes >= count - 1 > 2:
         logger.warning(
             "The gradients of all iterations add up: run_step needs "
             "self.optim_wrapper.zero_grad()"
@@ -103,7 +103,7 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
                 ", ".join(events),
             )
     for name in (*events, "__init__"):
-        used = [_names_used(vars(base).get(name)) for base in kind.__mro__]
+        used = [names_used(vars(base).get(name)) for base in kind.__mro__]
         # A method that uses no name does nothing that could be left out.
         busy = list(filter(None, used))
         if any(name not in names for names in busy[:-1]):
@@ -113,9 +113,3 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
                 name,
                 name,
             )
-
-
-def _names_used(method: Any) -> tuple[str, ...]:
-    """The names of globals, attributes and methods in the code of a Python function."""
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    return code.co_names if code else ()

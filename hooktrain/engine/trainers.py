@@ -358,8 +358,10 @@ class SimpleTrainer(ModelTrainer):
             wrapper.backward(wrapper.scale_loss(loss))
             if count == 1:  # there is nothing to add up, so nothing is copied
                 return losses, data_time
+            # Divided by a float32, means of losses in bfloat16 or float16 are float32.
+            divisor = torch.tensor(count, dtype=torch.float32)
             for name, value in losses.items():
-                part = value.detach() / count
+                part = value.detach() / divisor
                 means[name] = means[name] + part if name in means else part
         return means, data_time
 

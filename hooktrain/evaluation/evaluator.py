@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from numbers import Real
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds, show_progress
-from hooktrain.utils.names import add_note, did_you_mean
-from hooktrain.utils.tensors import compute_device, is_sharded, mover_to
+from hooktrain.utils.names import add_note, did_you_mean, names_used
+from hooktrain.utils.tensors import compute_device, is_sharded, mover_to, to_device
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,29 @@ class DatasetEvaluator:
     """
 
     def reset(self) -> None:
-        """Forget everything: a new evaluation begins."""
+        """Forget everything: a new evaluation begins.
+
+        Without a method of its own an evaluator forgets nothing. If what :meth:`process` counts or
+        collects is not as it was at first, a warning says so.
+        """
+        kind = type(self)
+        if kind.reset is not DatasetEvaluator.reset:
+            return
+        now: dict[str, Any] = {}
+        for name in vars(self).keys() & names_used(kind.process):
+            value = getattr(self, name)
+            if isinstance(value, list | dict | set):
+                now[name] = len(value)
+            elif isinstance(value, Real):
+                now[name] = value
+        first = vars(self).setdefault("_first_amounts", now)
+        kept = [name for name in now if now[name] != first.get(name, now[name])]
+        if kept:
+            logger.warning(
+                "%s has no reset(), so %s still has what was evaluated before",
+                kind.__name__,
+                kept,
+            )
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Take in one batch.
@@ -80,10 +102,14 @@ class MetricEvaluator(DatasetEvaluator):
 
     Args:
         metric: a function of outputs and targets that returns the mean over a batch. Its results
-            are averaged over the samples of all ranks. Or an object with ``update(outputs,
-            targets)``, ``compute()`` and ``reset()``, such as those of torchmetrics, which
-            communicate between the ranks by themselves.
+            are averaged over the samples of all ranks, in float64. Or an object with
+            ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as those of
+            torchmetrics, which communicate between the ranks by themselves.
         target_key: the key of the targets in a batch that is a dict.
+        whole: whether the function is called once, with the outputs and targets of all batches of
+            all ranks, on the CPU of the main process. So are metrics that are not a mean over the
+            samples, such as F1, R2, AUC and correlations. Tensors are concatenated, also those in
+            dicts and tuples, and lists are chained.
 
     Raises:
         TypeError: for a class in place of an object.
@@ -91,7 +117,9 @@ class MetricEvaluator(DatasetEvaluator):
             that takes the targets first, such as those of scikit-learn.
     """
 
-    def __init__(self, metric: Any, target_key: str = "label") -> None:
+    def __init__(
+        self, metric: Any, target_key: str = "label", *, whole: bool = False
+    ) -> None:
         _check_metric(metric)
         kind = type(metric).__name__
         self._name = getattr(metric, "__name__", kind)
@@ -99,24 +127,23 @@ class MetricEvaluator(DatasetEvaluator):
             raise ValueError(
                 "a metric has the name of its function: give a def, not a lambda"
             )
+        if not hasattr(metric, "compute"):
+            metric = _Whole(metric) if whole else _Mean(metric)
         self._metric = metric
         self._target_key = target_key
-        self._adds_up = hasattr(metric, "compute")
-        self.reset()
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        self._sum = torch.zeros(())
-        self._count = 0
-        if self._adds_up:
-            self._metric.reset()
+        self._metric.reset()
 
     @torch.no_grad()
     def process(self, inputs: Any, outputs: Any) -> None:
         """Take in one batch."""
         targets = targets_of(inputs, self._target_key)
         try:
-            self._add(outputs, targets)
+            if hasattr(self._metric, "to") and isinstance(outputs, Tensor):
+                self._metric.to(outputs.device)
+            self._metric.update(outputs, targets)
         except Exception as error:
             add_note(
                 error,
@@ -125,33 +152,85 @@ class MetricEvaluator(DatasetEvaluator):
             )
             raise
 
-    def _add(self, outputs: Any, targets: Any) -> None:
-        if not self._adds_up:
-            count = len(targets)
-            mean = self._metric(outputs, targets)
-            if not isinstance(mean, Real):  # whose precision a tensor would lose
-                mean = torch.as_tensor(mean).reshape(())
-            self._sum = self._sum + mean * count
-            self._count += count
-            return
-        can_move = hasattr(self._metric, "to")
-        if can_move and isinstance(outputs, Tensor):
-            self._metric.to(outputs.device)
-        self._metric.update(outputs, targets)
-
     def evaluate(self) -> dict[str, Any]:
         """The metric over the batches of all ranks, under its name. Collective."""
-        result = self._metric.compute() if self._adds_up else self._mean()
+        result = self._metric.compute()
         if isinstance(result, Mapping):
             return dict(result)
         return {self._name: result}
 
-    def _mean(self) -> Any:
+
+class _Mean:
+    """The mean over all samples of a metric that is the mean over a batch."""
+
+    def __init__(self, metric: Callable[[Any, Any], Any]) -> None:
+        self._metric = metric
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum: Any = 0.0
+        self._count = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        count = _number_of_samples(outputs, targets)
+        mean = self._metric(outputs, targets)
+        # Whatever type the metric has. MPS has no doubles.
+        dtype = torch.float32 if getattr(mean, "is_mps", False) else torch.float64
+        mean = torch.as_tensor(mean, dtype=dtype).reshape(())
+        self._sum = self._sum + mean * count
+        self._count += count
+
+    def compute(self) -> Any:
         # A host-device synchronisation, once an evaluation.
         own = (float(self._sum), self._count)
         sums, counts = zip(*comm.all_gather(own), strict=True)
         total = math.fsum(sums)
         return total / sum(counts)
+
+
+class _Whole:
+    """A metric of all batches together."""
+
+    def __init__(self, metric: Callable[[Any, Any], Any]) -> None:
+        self._metric = metric
+        self.reset()
+
+    def reset(self) -> None:
+        self._batches: list[Any] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self._batches.append((outputs, targets))
+
+    def compute(self) -> Any:
+        # A host-device synchronisation, once an evaluation.
+        own = to_device(self._batches, torch.device("cpu"))
+        batches = [*chain.from_iterable(comm.all_gather(own))]
+        return comm.on_main_process(lambda: self._metric(*_joined(batches)))
+
+
+def _number_of_samples(outputs: Any, targets: Any) -> int:
+    """The length of the targets, or of the first ones if there are some for each of several tasks.
+
+    A list or tuple of targets may have an item for each sample or for each task. The outputs tell:
+    a tensor, or a tuple or dict of them, has all samples, and a list has an item for each.
+    """
+    if isinstance(targets, list | tuple) and not isinstance(outputs, list):
+        targets = outputs[0] if isinstance(outputs, tuple) else outputs
+    while isinstance(targets, Mapping):
+        targets = next(iter(targets.values()))
+    return len(targets)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """One value in place of those of several batches."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        return [_joined(each) for each in zip(*parts, strict=True)]
+    return [*chain.from_iterable(parts)]
 
 
 def _check_metric(metric: Any) -> None:

@@ -2,8 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -104,26 +103,21 @@ class BaseAveragedModel(nn.Module):
         self._steps = 0
         self.steps.zero_()
 
-    @contextmanager
-    def swap(self, model: nn.Module) -> Iterator[None]:
+    def swap(self, model: nn.Module) -> AbstractContextManager[None]:
         """Give the model the averaged weights and buffers, and later its own again.
 
         The values are written in place, so everybody who holds the tensors sees them. The model's
         own values are restored bit for bit, even after an error. This takes the memory of one more
-        copy of the model.
+        copy of the model. What autocast keeps of the weights in lower precision is dropped.
+
+        Returns:
+            A context. Where it is never entered, a warning says that nothing was exchanged.
 
         Raises:
-            ValueError: if the model has other parameters or buffers than the average.
+            ValueError: when it is entered, if the model has other parameters or buffers than the
+                average.
         """
-        averages, weights = self._matched(model)
-        own = {name: weight.detach().clone() for name, weight in weights.items()}
-        _write(weights, averages)
-        try:
-            yield
-        finally:
-            # The tensors are matched again, since an evaluation unshards those of a sharded model.
-            _, weights = self._matched(model)
-            _write(weights, own)
+        return _Swap(self, model)
 
     def _matched(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         """The tensors of the average and of the model, by the same names."""
@@ -135,6 +129,32 @@ class BaseAveragedModel(nn.Module):
                 f"the model and its average differ in {sorted(different)[:5]}"
             )
         return averages, weights
+
+
+class _Swap(AbstractContextManager[None]):
+    """Inside, a model has the averaged weights."""
+
+    _own: Tensors | None = None
+
+    def __init__(self, average: BaseAveragedModel, model: nn.Module) -> None:
+        self._average = average
+        self._model = model
+
+    def __enter__(self) -> None:
+        averages, weights = self._average._matched(self._model)
+        self._own = {name: weight.detach().clone() for name, weight in weights.items()}
+        _write(weights, averages)
+        torch.clear_autocast_cache()
+
+    def __exit__(self, *error: object) -> None:
+        # The tensors are matched again, since an evaluation unshards those of a sharded model.
+        _, weights = self._average._matched(self._model)
+        _write(weights, self._own or {})
+        torch.clear_autocast_cache()
+
+    def __del__(self) -> None:
+        if self._own is None:
+            logger.warning("swap() exchanges nothing: it needs `with ema.swap():`")
 
 
 class ExponentialMovingAverage(BaseAveragedModel):

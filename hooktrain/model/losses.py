@@ -79,11 +79,14 @@ def values_by_name(output: Any) -> dict[str, Tensor]:
         TypeError: if there are none, or for one that is not a tensor with one element.
     """
     values = _items(output)
-    if not values:
-        raise _no_loss(output)
-    for value in values.values():
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise _no_loss({n: getattr(v, "shape", v) for n, v in values.items()})
+    are_scalars = [isinstance(v, Tensor) and v.numel() == 1 for v in values.values()]
+    if not values or not all(are_scalars):
+        shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
+        raise TypeError(
+            "a model in training must return a loss or a dict of losses, tensors of one "
+            f"element each, not {shapes or output!r:.300}. Hugging Face's models need labels, "
+            "those with train_step need StepTrainer"
+        )
     return values
 
 
@@ -95,11 +98,3 @@ def _items(output: Any) -> dict[str, Any]:
     if hasattr(owner, "loss"):
         return {"total_loss": output.loss}
     return dict(output) if isinstance(output, Mapping) else {}
-
-
-def _no_loss(found: Any) -> TypeError:
-    return TypeError(
-        "a model in training must return a loss or a dict of losses, tensors of one element "
-        f"each, not {found!r:.300}. Hugging Face's models need labels, those with train_step "
-        "need StepTrainer"
-    )

@@ -89,6 +89,12 @@ def is_loss(name: str) -> bool:
     return "loss" in name
 
 
+def names_used(method: Any) -> tuple[str, ...]:
+    """The names of globals, attributes and methods in the code of a Python function."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return code.co_names if code else ()
+
+
 def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
     """Refuse, as soon as a class is defined, methods of it that nothing would call.
 

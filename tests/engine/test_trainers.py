@@ -158,6 +158,20 @@ def test_the_total_of_passes_of_which_one_lacks_a_gradient_is_what_was_trained()
     assert latest["loss_box"][0] == pytest.approx(first)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_means_over_passes_are_no_coarser_than_float32(dtype: torch.dtype) -> None:
+    class Coarse(LinearLoss):
+        def forward(self, x: Tensor) -> Tensor:
+            return (0 * super().forward(x) + 0.7734375).to(dtype)
+
+    model = Coarse()
+    wrapper = OptimWrapper(sgd(model), accumulative_counts=100)
+    trainer = SimpleTrainer(model, batches(100), wrapper)
+    trainer.train(0, 1)
+    mean = trainer.storage.latest()["total_loss"][0]
+    assert mean == pytest.approx(0.7734375, rel=1e-5)
+
+
 def poisoned(count: int, at: int) -> list[torch.Tensor]:
     data = batches(count)
     data[at][0, 0] = math.nan

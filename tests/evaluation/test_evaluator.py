@@ -1,8 +1,10 @@
 import logging
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from gloo import run_ranks
 from hooktrain.evaluation import (
     ClassificationEvaluator,
     DatasetEvaluator,
+    MetricEvaluator,
     inference_context,
     inference_on_dataset,
 )
@@ -178,6 +181,156 @@ def test_the_mean_of_a_metric_of_python_numbers_keeps_their_precision() -> None:
     batch = (torch.ones(13, 2), torch.ones(13))
     results = inference_on_dataset(lambda pair: pair[0], [batch], seven_of_thirteen)
     assert results == {"seven_of_thirteen": 7 / 13}
+
+
+def first_of(batch: Any) -> Any:
+    return batch[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "size"),
+    [
+        (torch.tensor(600.0, dtype=torch.float16), 5, 128),  # float16 ends at 65,504
+        (torch.tensor(0.7734375, dtype=torch.bfloat16), 10, 7),
+        (torch.tensor([1 / 3]), 20000, 1),
+        (0.7, 1000, 4),
+        (True, 3, 2),
+        (np.float32(0.1), 1000, 3),
+    ],
+)
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_the_mean_of_a_metric_is_taken_in_float64(
+    value: Any, count: int, size: int, default: torch.dtype
+) -> None:
+    def metric(outputs: Tensor, targets: Tensor) -> Any:
+        return value
+
+    loader = [(torch.zeros(size), torch.zeros(size))] * count
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = inference_on_dataset(first_of, loader, metric)["metric"]
+    finally:
+        torch.set_default_dtype(before)
+    assert found == pytest.approx(float(value), rel=1e-11)
+
+
+def columns(*of_samples: Tensor) -> dict[str, Tensor]:
+    return {"boxes": of_samples[0], "classes": of_samples[-1]}
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda *x: [*x], columns, lambda *x: {"a": columns(*x)}]
+)
+def test_a_batch_counts_by_its_samples_whatever_its_targets_are(kind: Any) -> None:
+    def mean(outputs: Tensor, targets: Any) -> Tensor:
+        return outputs.mean()
+
+    values = [torch.zeros(4), torch.ones(1)]
+    loader = [(x, kind(x, x)) for x in values]
+    assert inference_on_dataset(first_of, loader, mean) == {"mean": 0.2}
+
+
+def test_targets_in_a_list_beside_outputs_in_a_list_are_of_one_sample_each() -> None:
+    def mean(outputs: list[Tensor], targets: list[Tensor]) -> float:
+        return float(outputs[0].mean())
+
+    boxes = [torch.zeros(3)] * 4, [torch.zeros(2)] * 4
+    more = [torch.ones(3)], [torch.zeros(2)]
+    assert inference_on_dataset(first_of, [boxes, more], mean) == {"mean": 0.2}
+
+
+def test_outputs_in_a_tuple_count_by_the_first_of_them() -> None:
+    def mean(outputs: tuple[Tensor, Tensor], targets: list[Tensor]) -> Tensor:
+        return outputs[0].mean()
+
+    loader = [(x, [x, x]) for x in (torch.zeros(4), torch.ones(1))]
+    results = inference_on_dataset(lambda batch: (batch[0], batch[0]), loader, mean)
+    assert results == {"mean": 0.2}
+
+
+def f1(outputs: Tensor, targets: Tensor) -> float:
+    found = outputs.argmax(1)
+    right = (found * targets).sum()
+    return float(2 * right / (found.sum() + targets.sum()))
+
+
+def whole_and_averaged() -> list[float]:
+    loader = share_of(comm.get_rank(), comm.get_world_size())
+    results = []
+    for whole in (True, False):
+        evaluator = MetricEvaluator(f1, whole=whole)
+        for _ in range(2):  # the second evaluation forgets the first
+            results.append(inference_on_dataset(first_of, loader, evaluator)["f1"])
+    return results
+
+
+def test_a_metric_of_the_whole_is_called_once_with_all_batches_of_all_ranks() -> None:
+    # Precision 1, recall 2/4.
+    whole, again, averaged, _ = whole_and_averaged()
+    assert whole == again == pytest.approx(2 / 3)
+    assert averaged != pytest.approx(2 / 3)
+    first, second = run_ranks(whole_and_averaged, 2)
+    assert first == second
+    assert first[:2] == [whole, again]
+
+
+def test_the_whole_has_the_structure_of_a_batch() -> None:
+    seen = []
+
+    def metric(outputs: Any, targets: Any) -> float:
+        seen.append((outputs, targets))
+        return 0.5
+
+    def outputs_of(batch: Any) -> Any:
+        return batch[0], {"double": batch[0] * 2}
+
+    loader = [(torch.tensor([1.0, 2.0]), ["a", "b"]), (torch.tensor([3.0]), ["c"])]
+    whole = MetricEvaluator(metric, whole=True)
+    assert inference_on_dataset(outputs_of, loader, whole) == {"metric": 0.5}
+    [((outputs, more), targets)] = seen
+    assert outputs.tolist() == [1, 2, 3]
+    assert more["double"].tolist() == [2, 4, 6]
+    assert targets == ["a", "b", "c"]
+
+
+class Collecting(DatasetEvaluator):
+    """Has no reset. Forgets at the end, or never."""
+
+    def __init__(self, forgets: bool) -> None:
+        self.forgets = forgets
+        self.evaluations = 0
+        self.outputs: list[Any] = []
+        self.count = 0
+        self.last: Any = None
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.outputs.append(outputs)
+        self.count += 1
+        self.last = outputs
+
+    def evaluate(self) -> dict[str, int]:
+        self.evaluations += 1
+        counted = {"count": self.count}
+        if self.forgets:
+            self.outputs = []
+            self.count = 0
+        return counted
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_an_evaluator_that_forgets_nothing_is_told_of_before_it_counts_twice(
+    forgets: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluator = Collecting(forgets)
+    inference_on_dataset(double, [1, 2], evaluator)
+    assert "reset" not in caplog.text
+    inference_on_dataset(double, [1, 2], evaluator)
+    told = "Collecting has no reset(), so" in caplog.text
+    assert told != forgets
+    if told:
+        assert {"'outputs'", "'count'"} <= set(re.findall(r"'\w+'", caplog.text))
+        assert "evaluations" not in caplog.text
 
 
 def test_a_model_evaluates_without_gradients() -> None:

@@ -110,6 +110,30 @@ def test_swap_gives_the_same_weights_back_after_an_error() -> None:
     assert [tensor.data_ptr() for tensor in model.parameters()] == pointers
 
 
+def test_weights_are_exchanged_under_autocast_too() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    average = ExponentialMovingAverage(model)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0]]))
+        average.module.weight.copy_(torch.tensor([[8.0, 16.0]]))  # type: ignore[operator, union-attr]
+    x = torch.ones(1, 2)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert model(x).item() == 3
+        with average.swap(model):
+            assert model(x).item() == 24
+        assert model(x).item() == 3
+
+
+def test_a_swap_that_is_never_entered_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    average = ExponentialMovingAverage(model)
+    with average.swap(model):
+        pass
+    assert caplog.messages == []
+    average.swap(model)
+    assert "with ema.swap()" in caplog.text
+
+
 def test_another_model_is_refused_by_naming_the_difference() -> None:
     ema = ExponentialMovingAverage(nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"differ in \['bias'\]"):
