@@ -1,24 +1,44 @@
 """The batches of any loader, epoch after epoch."""
 
 import logging
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from operator import length_hint
 from typing import Any
 
+import numpy as np
+import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset
 
 from hooktrain.data.loader import TrainLoader
+from hooktrain.data.samplers import is_undivided
 from hooktrain.utils import comm
+from hooktrain.utils.names import names_used
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
 
+GENERATORS = (
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    torch.Generator,
+)
+
 SAME_BATCHES = (
     "The first two batches are the same. If each worker reads all of a stream, divide it by "
     "torch.utils.data.get_worker_info()"
+)
+EQUAL_RANKS = (
+    "The DataLoader reads all of its data set on each rank: build_train_loader() divides it among "
+    "the ranks, or give the DataLoader a DistributedSampler"
+)
+EQUAL_WORKERS = (
+    "Each worker has a copy of the generator %s.%s and draws the same numbers: draw from "
+    "np.random, torch or random, which each worker seeds"
 )
 ONE_POSITION = (
     "A checkpoint has the main process's position in the %s, and each rank continues from there. "
@@ -35,7 +55,8 @@ class Batches(Iterator[Any]):
     """The batches of a loader, which is started again whenever it is exhausted.
 
     Before each new epoch ``set_epoch(epoch)`` is called on its samplers and on its data set, where
-    they have this method.
+    they have this method. If the data set has it, persistent workers are started anew, since they
+    keep a copy of the data set.
 
     Args:
         loader: any iterable of batches.
@@ -98,6 +119,8 @@ class Batches(Iterator[Any]):
         for each in (sampler, inner, batch_sampler, dataset):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(self.epoch)  # type: ignore[union-attr]
+        if isinstance(self.loader, DataLoader) and hasattr(dataset, "set_epoch"):
+            self.loader._iterator = None  # that of persistent workers
 
     def __next__(self) -> Any:
         # If nothing is left of this epoch, the second attempt begins the next one.
@@ -159,6 +182,31 @@ class Batches(Iterator[Any]):
             self.loader.load_state_dict(state_dict["loader"])
         else:
             logger.warning(STARTS_AGAIN, self._name)
+
+
+def warn_of_equal_samples(loader: Iterable[Any]) -> None:
+    """Warn if ranks read the same samples, or if workers draw the same random numbers.
+
+    Args:
+        loader: the loader of the training, on each rank.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owner = loader if batch_sampler is None else batch_sampler
+    sampler = getattr(owner, "sampler", None)
+    is_torchs = isinstance(loader, DataLoader)
+    if is_torchs and is_undivided(sampler) and comm.data_parallel_size() > 1:
+        logger.warning(EQUAL_RANKS)
+    options = vars(loader) if is_torchs else getattr(loader, "options", {})
+    if options.get("num_workers", 0) < 2 or options.get("worker_init_fn"):
+        return
+    dataset = getattr(loader, "dataset", None)
+    while dataset is not None:
+        kind = type(dataset)
+        reads = [getattr(kind, name, None) for name in ("__getitem__", "__iter__")]
+        for name in chain.from_iterable(map(names_used, reads)):
+            if isinstance(getattr(dataset, name, None), GENERATORS):
+                logger.warning(EQUAL_WORKERS, kind.__name__, name)
+        dataset = getattr(dataset, "dataset", None)
 
 
 def _refuse_loaders(batches: Iterable[Any]) -> None:

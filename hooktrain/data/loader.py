@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, count, islice
+from operator import length_hint
 from typing import Any, ClassVar
 from warnings import catch_warnings, filterwarnings
 
@@ -29,6 +30,7 @@ from hooktrain.data.samplers import (
     StreamSampler,
     TrainingSampler,
     draw_seed,
+    is_undivided,
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
@@ -82,8 +84,15 @@ class TrainLoader:
     endless: ClassVar[bool] = True
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, for periods. The stream does not end there."""
-        return -(-len(self.dataset) // self.total_batch_size)  # type: ignore[arg-type]
+        """The number of batches in an epoch of the sampler. The stream does not end there."""
+        if isinstance(self.sampler, StreamSampler):
+            size = self.sampler.epoch_length(0)
+        else:
+            size = length_hint(self.sampler)
+            if not is_undivided(self.sampler):
+                size *= comm.data_parallel_size()
+        size = size or len(self.dataset)  # type: ignore[arg-type]
+        return -(-size // self.total_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         loader = DataLoader(
@@ -118,9 +127,11 @@ class TrainLoader:
         if isinstance(self.sampler, StreamSampler):
             indices = self.sampler.stream(first + rank, world)
         else:
-            # A sampler of torch's kind has divided the stream already. Skipping reads no sample.
-            drawn = _endless(self.sampler, self.seed)
-            indices = islice(drawn, first // world, None)
+            drawn = _endless(self.sampler, self.seed)  # skipping reads no sample
+            if is_undivided(self.sampler):
+                indices = islice(drawn, first + rank, None, world)
+            else:
+                indices = islice(drawn, first // world, None)
         positions = count(first + rank, world)
         mine = zip(positions, indices, strict=False)
         share = self.total_batch_size // world
@@ -268,8 +279,10 @@ def build_train_loader(
         total_batch_size: the number of samples in a batch of all ranks together. It is a multiple
             of the number of ranks.
         mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
-        sampler: gives the indices. None shuffles with ``seed``. A sampler of torch's kind has to
-            divide the data among the ranks by itself. Its indices are taken a thousand at a time.
+        sampler: gives the indices, and decides on the length of an epoch. None shuffles with
+            ``seed``. torch's samplers of a single process, such as ``WeightedRandomSampler``, are
+            divided among the ranks. Another one that is no StreamSampler has to divide the data by
+            itself, as ``DistributedSampler`` does. Indices are taken a thousand at a time.
         seed: any non-negative integer. It decides on the order and on what is random in a sample.
             None draws one from torch's global generator of rank 0 (a collective).
         options: options of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.

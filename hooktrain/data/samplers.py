@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler
 
 from hooktrain.utils import comm
 from hooktrain.utils.names import check_count
@@ -29,6 +29,12 @@ _64_BITS = 2**64 - 1
 def draw_seed() -> int:
     """Draw a number in [0, 2^31) from torch's global generator of rank 0. Collective."""
     return comm.broadcast(int(torch.randint(2**31, (), device="cpu")))
+
+
+def is_undivided(sampler: Any) -> bool:
+    """Whether it gives all indices on each rank: one of torch's samplers of a single process."""
+    order = getattr(type(sampler), "__iter__", None)
+    return getattr(order, "__module__", "") == RandomSampler.__module__
 
 
 class StreamSampler(Sampler[int]):

@@ -196,7 +196,8 @@ def build_step(
         has_step = hasattr(unwrap_model(model), "train_step")
         trainer_class = StepTrainer if has_step else SimpleTrainer
     trainer = trainer_class(model, loader, optim_wrapper, period)
-    trainer.epoch_length = cfg.train.epoch_length or trainer.epoch_length
+    if cfg.train.epoch_length:
+        trainer.epoch_length = cfg.train.epoch_length
     return trainer
 
 

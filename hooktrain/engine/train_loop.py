@@ -33,7 +33,7 @@ from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import end_of_run
 
 # All ranks take these attributes from the main process when a run begins.
-_SHARED = ("seed", "max_iter", "sync_period", "epoch_length")
+_SHARED = ("seed", "max_iter", "sync_period", "_epoch_length", "_loader_length")
 
 Trainer = TypeVar("Trainer", bound="TrainerBase")
 
@@ -57,7 +57,6 @@ class TrainerBase:
         max_iter: the iteration that the run ends before. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing failed. Set by the
             event methods, so it also holds in loops that call those directly.
-        epoch_length: the number of iterations of an epoch, if it is known.
         seed: the seed of the run's random numbers; None takes ``torch.initial_seed()``.
         storage: holds the metrics.
         agreement: what the ranks agree on at each exchange, such as an early stop.
@@ -78,7 +77,6 @@ class TrainerBase:
     start_iter: int = 0
     max_iter: int = 0
     succeeded: bool = False
-    epoch_length: int | None = None
     seed: int | None = None
     places_by_phase: ClassVar[bool] = True
     sync_period: int = 20
@@ -89,6 +87,8 @@ class TrainerBase:
     _has_backward = False  # whether after_backward was ever called
     _is_checked = False  # all is finite in this iteration, as every rank knows
     _late_error: BaseException | None = None
+    _epoch_length: int | None = None  # as it was set
+    _loader_length = 0  # in batches; 0 is not known
 
     def __new__(cls: type[Trainer], *_args: Any, **_kwargs: Any) -> Trainer:
         """Warn of what a subclass leaves out, such as the call of this class's constructor."""
@@ -107,6 +107,21 @@ class TrainerBase:
     def is_last(self) -> bool:
         """Whether the current iteration is the last one of the run."""
         return self.iter == self.max_iter - 1
+
+    @property
+    def batches_per_step(self) -> int:
+        """The number of batches of the loader that an iteration takes."""
+        return 1
+
+    @property
+    def epoch_length(self) -> int | None:
+        """The iterations of an epoch: as many as were set, or else as the loader has; or None."""
+        own = -(-self._loader_length // self.batches_per_step)  # rounded up
+        return self._epoch_length or own or None
+
+    @epoch_length.setter
+    def epoch_length(self, epoch_length: int | None) -> None:
+        self._epoch_length = epoch_length
 
     @property
     def stop_reason(self) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hooktrain.data.batches import Batches
+from hooktrain.data.batches import Batches, warn_of_equal_samples
 from hooktrain.engine.hook_base import State
 from hooktrain.engine.hook_list import hook_states
 from hooktrain.engine.preflight import check_parts, log_size, warn_of_lost_calls
@@ -83,23 +83,15 @@ class ModelTrainer(TrainerBase):
         log_size(model)  # it refuses what is no model
         self.optim_wrapper = self.updating = as_optim_wrapper(optimizer)
         self.optim_wrapper.name_parameters(model)
-        length = length_hint(data_loader, 0)
-        if length:
-            self.epoch_length = -(-length // self.batches_per_step)  # rounded up
+        self.data_loader = data_loader
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
         check_count("gather_metric_period (train.log_period)", self.sync_period)
         self.model = init_weights_once(model).train()
-        self.data_loader = data_loader
         self.losses: State = {}
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         # What was infinite or NaN when the run began, such as masks; None before any run.
         self._not_finite_before: set[str] | None = None
-
-    @property
-    def batches_per_step(self) -> int:
-        """The number of batches of the loader that an iteration takes."""
-        return 1
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -124,6 +116,7 @@ class ModelTrainer(TrainerBase):
     def data_loader(self, data_loader: Iterable[Any]) -> None:
         # The name is detectron2's; a run_step of yours may call next(self._data_loader_iter).
         self._data_loader_iter = Batches(data_loader)
+        self._loader_length = length_hint(data_loader)
 
     def prepare_batch(self, data: Any) -> Any:
         """Move a batch to the model's device. A subclass may do more."""
@@ -145,7 +138,8 @@ class ModelTrainer(TrainerBase):
         # When the run began; empty when that was looked at.
         self._first_versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
-            # It comes last, since a loader may draw random numbers as it starts.
+            warn_of_equal_samples(self.data_loader)
+            # The loader starts last, since it may draw random numbers as it starts.
             self._data_loader_iter.start()
 
     def after_step(self) -> None:

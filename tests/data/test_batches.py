@@ -2,24 +2,32 @@
 
 import copy
 import logging
+import os
+import random
+import re
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
+    SequentialSampler,
     get_worker_info,
 )
 
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
 from hooktrain.data import TrainingSampler, build_train_loader
-from hooktrain.data.batches import Batches
+from hooktrain.data.batches import Batches, warn_of_equal_samples
+from hooktrain.utils import comm
 
 
 class Numbers(IterableDataset[int]):
@@ -187,6 +195,128 @@ def test_workers_that_read_the_same_are_told_once_how_to_share(
     for number in (2, 10):
         assert len(list(islice(batches, number))) == number
         assert caplog.text.count("get_worker_info") == count
+
+
+class Epochs(Dataset[int]):
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_set_epoch_of_a_data_set_reaches_its_workers(
+    workers: int, persistent: bool
+) -> None:
+    loader = DataLoader(Epochs(), 2, num_workers=workers, persistent_workers=persistent)
+    epochs = [batch.tolist() for batch in islice(Batches(loader), 6)]
+    assert epochs == [[0, 0], [0, 0], [1, 1], [1, 1], [2, 2], [2, 2]]
+
+
+def test_persistent_workers_of_a_data_set_without_epochs_go_on() -> None:
+    loader = DataLoader(Pids(), 1, num_workers=1, persistent_workers=True)
+    assert len({int(batch) for batch in islice(Batches(loader), 6)}) == 1
+
+
+class Pids(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def told_of_equal_samples(*loaders: Any) -> list[list[str]]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hooktrain.data.batches")
+    logger.addHandler(handler)
+    counts = []
+    for loader in loaders:
+        warn_of_equal_samples(loader)
+        counts.append([*told])
+        told.clear()
+    logger.removeHandler(handler)
+    return counts
+
+
+def told_of_ranks() -> list[list[str]]:
+    data: Any = range(8)
+    divided = DistributedSampler(data, comm.get_world_size(), comm.get_rank())
+    batches = BatchSampler(divided, 2, drop_last=False)
+    return told_of_equal_samples(
+        DataLoader(data),
+        DataLoader(data, shuffle=True),
+        DataLoader(data, batch_size=None),
+        DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, True)),
+        DataLoader(data, sampler=divided),
+        DataLoader(data, batch_sampler=batches),
+        DataLoader(data, batch_sampler=[[0, 1], [2]]),
+        DataLoader(Numbers()),
+        build_train_loader(data, total_batch_size=2),
+        [[0], [1]],
+    )
+
+
+def test_a_plain_loader_on_several_ranks_is_told() -> None:
+    for told in run_ranks(told_of_ranks, 2):
+        assert ["on each rank" in "".join(each) for each in told] == [True] * 4 + [
+            False
+        ] * 6
+    assert not any(told_of_ranks())
+
+
+class Noisy(Epochs):
+    """Has a generator of its own, and may use it."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __getitem__(self, index: int) -> Any:
+        return self.generator.random()
+
+
+class Unused(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class NoisyStream(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.rng.random()
+
+
+def test_workers_with_copies_of_one_generator_are_told() -> None:
+    kinds = [np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
+    noisy = [Noisy(kind) for kind in (*kinds, torch.Generator())]
+    loaders = [DataLoader(data, num_workers=2) for data in (*noisy, NoisyStream())]
+    ours: Any = build_train_loader(
+        noisy[0], mapper=str, total_batch_size=2, num_workers=2
+    )
+    for told in told_of_equal_samples(*loaders, ours):
+        assert len(told) == 1
+        assert re.search(r"Noisy(Stream)?\.(generator|rng)", told[0])
+    right: list[Any] = [
+        DataLoader(noisy[0]),
+        DataLoader(noisy[0], num_workers=1),
+        DataLoader(noisy[0], num_workers=2, worker_init_fn=print),
+        DataLoader(Unused(kinds[0]), num_workers=2),
+        DataLoader(Noisy(None), num_workers=2),
+        build_train_loader(noisy[0], total_batch_size=2),
+    ]
+    assert not any(told_of_equal_samples(*right))
 
 
 def test_a_state_without_a_position_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
@@ -27,6 +28,7 @@ from torch.utils.data import (
 from gloo import run_ranks
 from hooktrain.data import (
     InferenceSampler,
+    StreamSampler,
     TrainingSampler,
     TrainLoader,
     build_test_loader,
@@ -296,6 +298,58 @@ def test_a_global_batch_is_the_same_set_of_samples_for_any_number_of_ranks() -> 
         [5, 7],
     ]  # torch's divides by itself
     assert "a positive multiple of 2, the ranks, but got 3" in results[0][3]
+
+
+PLAIN = [
+    lambda: WeightedRandomSampler([1.0, 2.0, 3.0] * 5, 11),
+    lambda: SubsetRandomSampler([*range(1, 14, 2)]),
+    lambda: RandomSampler(range(15), replacement=True, num_samples=9),
+    lambda: SequentialSampler(range(15)),
+    lambda: type("Named", (WeightedRandomSampler,), {})([1.0] * 15, 15),
+]
+
+
+def of_plain_samplers() -> list[tuple[Tensor, Tensor]]:
+    results = []
+    for sampler in PLAIN:
+        loader = make(15, sampler=sampler())
+        batches = take(loader, 6)
+        resumed = make(15, sampler=sampler())
+        resumed.batches = 5
+        results.append((batches, take(resumed, 1)))
+    return results
+
+
+def test_torchs_samplers_of_one_process_are_divided_among_the_ranks() -> None:
+    first, second = run_ranks(of_plain_samplers, 2)
+    for whole, *parts in zip(of_plain_samplers(), first, second, strict=True):
+        batches, resumed = (torch.stack(each, 2) for each in zip(*parts, strict=True))
+        assert torch.equal(batches.flatten(1, 2), whole[0])
+        assert torch.equal(resumed.flatten(1, 2), whole[0][5:])
+
+
+class Doubled(StreamSampler):
+    """Each sample twice in an epoch."""
+
+    def epoch_indices(self, epoch: int) -> Tensor:
+        return torch.arange(20) % 10
+
+
+def lengths_of_epochs() -> list[int]:
+    samplers = [
+        None,
+        Doubled(0),
+        SubsetRandomSampler(range(6)),
+        WeightedRandomSampler([1.0] * 10, 30),
+        DistributedSampler(range(12), comm.get_world_size(), comm.get_rank()),
+        Lazy(10),  # has no length
+    ]
+    return [len(make(sampler=sampler)) for sampler in samplers]
+
+
+def test_an_epoch_is_as_long_as_its_sampler_on_any_number_of_ranks() -> None:
+    assert lengths_of_epochs() == [3, 5, 2, 8, 3, 3]
+    assert run_ranks(lengths_of_epochs, 2) == [[3, 5, 2, 8, 3, 3]] * 2
 
 
 def pairs_of_ranks() -> tuple[Tensor, list[int], int]:

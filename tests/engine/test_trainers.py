@@ -262,6 +262,48 @@ def test_the_period_of_an_exchange_may_be_an_epoch() -> None:
     assert net_trainer(gather_metric_period="1 epoch").sync_period == 4
 
 
+def test_the_length_of_an_epoch_follows_the_loader_and_the_accumulation() -> None:
+    model = LinearLoss()
+    trainer = SimpleTrainer(model, batches(8), OptimWrapper(sgd(model)))
+    assert trainer.epoch_length == 8
+    evaluated: list[int] = []
+
+    def change(trainer: Any) -> None:
+        if trainer.iter == 8:
+            trainer.data_loader = batches(4)
+        if trainer.iter == 16:
+            trainer.optim_wrapper.accumulative_counts = 2
+
+    def note() -> dict[str, float]:
+        evaluated.append(trainer.done)
+        return {"x": 1.0}
+
+    trainer.register_hooks(
+        [CallbackHook(before_step=change), EvalHook("1 epoch", note)]
+    )
+    trainer.train(max_iter=20)
+    assert evaluated == [8, 12, 16, 18, 20]
+    trainer.epoch_length = 5
+    trainer.data_loader = batches(7)
+    assert trainer.epoch_length == 5
+    stream = SimpleTrainer(model, (batch for batch in batches(2)), sgd(model))
+    assert stream.epoch_length is None
+
+
+def epochs_of_uneven_ranks() -> Any:
+    model = LinearLoss()
+    loader = batches(4 + comm.get_rank())
+    trainer = SimpleTrainer(create_ddp_model(model), loader, sgd(model))
+    trainer.train(0, 1)
+    agreed = trainer.epoch_length
+    trainer.data_loader = batches(2)
+    return agreed, trainer.epoch_length
+
+
+def test_ranks_take_the_length_of_the_main_process_epoch() -> None:
+    assert run_ranks(epochs_of_uneven_ranks, 2) == [(4, 2)] * 2
+
+
 def test_an_iteration_takes_as_many_batches_as_the_wrapper_accumulates() -> None:
     model, reference = Net().eval(), Net().eval()
     model.dropout.p = reference.dropout.p = 0.0

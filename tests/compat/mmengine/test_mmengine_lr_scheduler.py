@@ -178,7 +178,7 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
 )
 def test_epochs_without_a_length_are_refused_before_the_first_step(make: Any) -> None:
     trainer = linear_trainer()
-    trainer.epoch_length = None
+    trainer.data_loader = (batch for batch in ())  # no length
     trainer.register_hooks([LRScheduler(scheduler=make(trainer.optimizer))])
     with pytest.raises(ValueError, match=r"counts epochs, .*set trainer.epoch_length"):
         trainer.train(0, 1)

@@ -20,7 +20,7 @@ from hooktrain.solver import (
     OptimWrapperDict,
     WarmupParamScheduler,
 )
-from toys import LinearLoss, Two, linear_trainer, sgd
+from toys import LinearLoss, Two, batches, linear_trainer, sgd
 
 
 def recorded(trainer: Any, name: str = "lr") -> list[float]:
@@ -327,7 +327,7 @@ def test_a_warm_up_and_a_fall_are_no_mistakes(caplog: pytest.LogCaptureFixture) 
 
 def test_epochs_without_a_length_are_refused_before_the_first_step() -> None:
     trainer = linear_trainer()
-    trainer.epoch_length = None
+    trainer.data_loader = (batch for batch in batches(4))  # no length
     schedule = StepLR(trainer.optimizer, 2)
     trainer.register_hooks([LRScheduler(scheduler=schedule, by_epoch=True)])
     with pytest.raises(ValueError, match="epoch_length"):
