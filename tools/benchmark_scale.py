@@ -51,6 +51,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.files import load_file, save_file, verify_file
 from hooktrain.checkpoint.folders import copy_to_host, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -231,6 +232,20 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
     content = memoryview(torch.rand(count * size).numpy()).cast("B")
     raw, ours, plain = folder / "raw", folder / "ours.pth", folder / "plain.pth"
     sharded = folder / "sharded"
+    model = nn.ParameterList(torch.rand(size // 3) for _ in range(count))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    run = Checkpointer(model, folder, optimizer=optimizer)
+    run.save("run")
+    run_file = folder / "run.pth"
+
+    def by_torch() -> None:
+        loaded = torch.load(run_file, mmap=True)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+
     # In this order: what reads comes after what writes.
     steps: dict[str, Callable[[], object]] = {
         "copy into fresh memory": lambda: copy_to_host(state, {}, False),
@@ -243,6 +258,8 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
         "verify_file (all checksums)": lambda: verify_file(ours),
         "load_file (verified)": lambda: load_file(ours),
         "read_folder (verified)": lambda: read_checkpoint(str(sharded)),
+        "a file into a model and AdamW (verified)": lambda: run.load(run_file),
+        "the same by torch (left in the file)": by_torch,
     }
     speeds = {}
     for name, step in steps.items():

@@ -10,6 +10,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -122,16 +123,19 @@ def load_verified(
         map_location: the device on which the tensors arrive.
         mapped: whether the tensors stay in the file, whose pages all processes of a machine share.
             What is written to such a tensor is this process's alone. The file may be replaced or
-            deleted meanwhile, as saves do it, but not written to.
+            deleted meanwhile, as saves do it, but not written to. If a disk fails after the file
+            was verified, a signal (SIGBUS) ends the process, so map nothing that a run keeps.
     """
+    load = partial(torch.load, path, map_location, weights_only=True)
     with reading(path):
         # torch maps no files from before its zip container.
-        return torch.load(
-            path,
-            map_location,
-            weights_only=True,
-            mmap=mapped and zipfile.is_zipfile(path),
-        )
+        if mapped and zipfile.is_zipfile(path):
+            try:
+                return load(mmap=True)
+            except RuntimeError as error:
+                if "unable to mmap" not in str(error):  # some file systems cannot
+                    raise
+        return load()
 
 
 @contextmanager

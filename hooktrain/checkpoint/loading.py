@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.checkpoint.files import (
@@ -26,8 +26,8 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.tensors import shard_like, shards_of
+from hooktrain.utils.names import did_you_mean, dotted
+from hooktrain.utils.tensors import map_leaves, shard_for, shard_like, shards_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +68,18 @@ class CheckpointFile:
         """Load what was verified, with the model's state under ``"model"``. Not collective.
 
         Args:
-            model: if it is sharded, the file is mapped, so that the ranks of a machine share its
-                pages, until the model, its average and the optimizer take their shards.
+            model: what it copies is mapped from the file and not read into memory before: its own
+                state, and if it is sharded, all of which a rank takes a shard. Everything else is
+                copied here, since who gets it may keep it.
             map_location: the device on which the tensors arrive.
 
         Raises:
             CorruptCheckpointError: if it is broken, or holds no model's state.
         """
-        mapped = bool(shards_of(model))
+        mapped = model is not None or map_location == "meta"
         content = load_verified(self.path, map_location, mapped=mapped)
-        return with_model(content, self.path)
+        state = with_model(content, self.path)
+        return state if model is None else _copy_kept(state, shards_of(model))
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,22 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     states: list[State] = []
     on_all_ranks(lambda: states.append(checkpoint.read(model, "cpu")))
     return states[0]
+
+
+def _copy_kept(state: State, shards: Mapping[str, Tensor]) -> State:
+    """Copy the tensors that an object may keep when it loads the state."""
+
+    def copy(keys: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        name = dotted(keys)
+        is_of_model = keys[0] == "model" and "_extra_state" not in name
+        if is_of_model or shard_for(leaf, name, shards) is not None:
+            return leaf
+        return leaf.clone()
+
+    copied: State = map_leaves(copy, state)
+    return copied
 
 
 def with_model(state: Any, path: str) -> State:

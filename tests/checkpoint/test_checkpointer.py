@@ -780,6 +780,9 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 def resumed(folder: Path) -> tuple[list[Any], list[int]]:
     """The states after each resume, and how many rows this rank has read of some tensors."""
     found = [states(make_trainer(make_sharded(), folder / name)) for name in SAVED]
+    whole = make_trainer(make_sharded(), folder / "file")
+    assert f"{folder}/file" not in Path("/proc/self/maps").read_text()
+    assert whole.done == 3  # it is still here, and holds nothing of the file
     one = make_trainer(make_sharded(), folder / "one", sharded=True)
     read = Checkpointer(one.model).read(folder / "folder" / "model_final")
     name = "embedding.weight"

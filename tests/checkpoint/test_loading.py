@@ -1,7 +1,10 @@
 """A state into a model whose names or shapes differ, from files of several libraries."""
 
 import copy
+import os
+import signal
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from hooktrain.checkpoint import (
 )
 from hooktrain.checkpoint.folders import save_folder
 from hooktrain.checkpoint.loading import load_model_state, read_checkpoint
+from processes import end, start
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -255,3 +259,115 @@ def test_without_data_only_the_sizes_of_shards_are_compared(
     shard.write_bytes(bytes(len(data) + size))
     with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
         read_checkpoint(str(folder), "meta")
+
+
+class Keeps(nn.Linear):
+    """Keeps what it is given as its extra state, as a hook may do with its state."""
+
+    kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"rows": torch.full((9, 1024), 5.0)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+class Kept:
+    """Keeps the state that is loaded."""
+
+    state: Any = None
+
+    def state_dict(self) -> Any:
+        return {"queue": [torch.full((9, 1024), 6.0)], "count": 3}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def is_mapped(path: Path) -> bool:
+    """Whether memory of this process lies in the file."""
+    return path.name in Path("/proc/self/maps").read_text()
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Keeps(1024, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_nothing_that_was_loaded_lies_in_the_file(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saver = Checkpointer(model, tmp_path, optimizer=optimizer, mine=Kept())
+    more = torch.full((9, 1024), 7.0)
+    saver.save("a", more=more)
+    expected = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    model = Keeps(1024, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    mine, path = Kept(), tmp_path / "a.pth"
+    found = Checkpointer(model, optimizer=optimizer, mine=mine).load(path)
+    assert not is_mapped(path)
+    os.truncate(path, 0)
+    assert_equal((dict(model.state_dict()), optimizer.state_dict()), expected)
+    assert_equal(model.kept, {"rows": torch.full((9, 1024), 5.0)})
+    assert_equal(mine.state, {"queue": [torch.full((9, 1024), 6.0)], "count": 3})
+    assert_equal(found, {"more": more})
+
+
+class Disturbs(Kept):
+    """Does something to the file when it is asked whether its state can be loaded."""
+
+    def __init__(self, disturb: Callable[[], object] = lambda: None) -> None:
+        self.disturb = disturb
+
+    def check_state_dict(self, state: Any) -> None:
+        self.disturb()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_file_may_be_replaced_or_deleted_while_it_is_loaded(
+    is_gone: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.pth"
+    source = nn.Linear(1024, 8)
+    Checkpointer(source, tmp_path, mine=Kept()).save("a")
+    other = Checkpointer(nn.Linear(1024, 8), tmp_path, mine=Kept())
+    model = nn.Linear(1024, 8)
+    mine = Disturbs(path.unlink if is_gone else lambda: other.save("a"))
+    Checkpointer(model, tmp_path, mine=mine).load(path)
+    assert torch.equal(model.weight, source.weight)
+
+
+def load_what_is_cut(folder: Path) -> None:
+    path = folder / "model_0000019.pth"
+    mine = Disturbs(lambda: os.truncate(path, 0))
+    Checkpointer(nn.Linear(1024, 8), folder, mine=mine).resume_or_load("")
+
+
+def test_a_page_that_cannot_be_read_ends_the_process_and_the_next_takes_an_older_file(
+    tmp_path: Path,
+) -> None:
+    for iteration in (9, 19):
+        saver = Checkpointer(nn.Linear(1024, 8), tmp_path, mine=Kept())
+        saver.save(f"model_{iteration:07d}", iteration=iteration)
+    before = sorted(tmp_path.iterdir())
+    assert end(start(load_what_is_cut, tmp_path)) == -signal.SIGBUS
+    assert sorted(tmp_path.iterdir()) == before
+    again = Checkpointer(nn.Linear(1024, 8), tmp_path, mine=Kept())
+    assert again.resume_or_load("") == {"iteration": 9}
+
+
+def test_a_file_system_that_maps_no_files_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("unable to mmap 9 bytes from file <a>: No such device (19)")
+
+    source = nn.Linear(2, 1)
+    Checkpointer(source, tmp_path).save("a")
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
+    model = nn.Linear(2, 1)
+    Checkpointer(model).load(tmp_path / "a.pth")
+    assert torch.equal(model.weight, source.weight)

@@ -54,7 +54,7 @@ def test_a_checkpoint_is_measured(
     tool.main(["checkpoint", *options.split()])
     rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
     speeds = [row for row in rows if len(row) == 3 and "." in row[1]]
-    assert len(speeds) == 10
+    assert len(speeds) == 12
     assert all(float(speed) >= 0 for row in speeds for speed in row[1:])
     assert ["1", "8", "12", "1.5"] in [row[:4] for row in rows]
     assert list(tmp_path.iterdir()) == []
