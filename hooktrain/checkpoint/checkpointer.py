@@ -21,11 +21,11 @@ from hooktrain.checkpoint.resume import (
     write_pointer,
 )
 from hooktrain.checkpoint.sources import local_path
-from hooktrain.checkpoint.store import Store
+from hooktrain.checkpoint.store import RunFiles, Store
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.comm import on_all_ranks, on_main_process
+from hooktrain.utils.comm import on_all_ranks, on_all_ranks_patiently, on_main_process
 from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk
 from hooktrain.utils.names import as_list, did_you_mean, states_of
 from hooktrain.utils.tensors import full_tensors
@@ -65,6 +65,9 @@ class Checkpointer:
     Attributes:
         saved_iteration: of the last complete checkpoint to resume from that was saved, or None.
             Only the process that writes the pointer to it knows it.
+        run_files: a function that returns the paths of the files in ``save_dir`` that go to the
+            store with each checkpoint. A trainer's
+            :class:`~hooktrain.engine.hooks.PeriodicCheckpointer` sets it to what its hooks say.
 
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
@@ -95,6 +98,7 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
+        self.run_files: RunFiles = tuple
         has_store = store and self.save_dir and (sharded or comm.is_main_process())
         self._store = Store(store, self.save_dir) if has_store else None
         self._worker = BackgroundWorker("checkpoint")
@@ -209,7 +213,8 @@ class Checkpointer:
         path = os.path.abspath(os.path.join(self.save_dir, name))
         self.logger.info("Saving checkpoint to %s", path)
 
-        def finish() -> None:
+        def finish() -> bool:
+            is_offered = False
             if tag:
                 iteration = extra.get("iteration")
                 if iteration_in_name(name, of_a_run=self._of_a_run) is None:
@@ -217,9 +222,10 @@ class Checkpointer:
                 self.tag_last_checkpoint(name)
                 self.saved_iteration = iteration
                 if self._store:
-                    self._store.offer()
+                    is_offered = self._store.offer(self.run_files)
             if on_saved is not None:
                 on_saved(path)
+            return is_offered
 
         write = partial(self._write, path=path, finish=finish, on_full=on_full)
         if self.background:
@@ -242,7 +248,7 @@ class Checkpointer:
         self._worker.submit(partial(write, copied), daemon=self._group is not None)
 
     def _write(
-        self, state: State, path: str, finish: Callable[[], None], on_full: OnFull
+        self, state: State, path: str, finish: Callable[[], bool], on_full: OnFull
     ) -> None:
         """Write a file in this process, or a folder together with all ranks."""
         try:
@@ -250,9 +256,9 @@ class Checkpointer:
                 from hooktrain.checkpoint.folders import save_folder
 
                 save_folder(state, path, self._group)
-                on_main_process(finish, self._group)
-                if self._store and not comm.is_main_process():
-                    self._store.offer()
+                is_offered = on_main_process(finish, self._group)
+                if is_offered and self._store and not comm.is_main_process():
+                    self._store.offer(self.run_files)
             else:
                 os.makedirs(self.save_dir, exist_ok=True)
                 write_file(state, path)
@@ -277,7 +283,7 @@ class Checkpointer:
         """
         self.wait()
         if self._store:
-            self._store.finish()
+            self._store.finish(self.run_files)
 
     def give_up(self) -> None:
         """Wait as :meth:`wait` does, but only some seconds where other ranks may have failed.
@@ -333,7 +339,7 @@ class Checkpointer:
         candidates = self._names_to_resume()
         problems = []
         while True:
-            name, *_ = on_all_ranks(lambda: next(candidates, None))
+            name, *_ = on_all_ranks_patiently(lambda: next(candidates, None))
             if name is None:
                 break
             path = os.path.join(self.save_dir, name)
@@ -360,9 +366,8 @@ class Checkpointer:
         """The names of the checkpoints to try, newest first, on the main process."""
         self.wait()
         if comm.is_main_process():
-            if self._store:
-                self._store.fetch()
-            yield from names_to_resume(self.save_dir, self._of_a_run)
+            names = names_to_resume(self.save_dir, self._of_a_run)
+            yield from self._store.names_to_resume(names) if self._store else names
 
     def resume_or_load(
         self,

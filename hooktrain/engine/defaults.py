@@ -29,7 +29,7 @@ from hooktrain.strategy import create_ddp_model as create_ddp_model
 from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
-from hooktrain.utils.comm import on_main_process
+from hooktrain.utils.comm import on_all_ranks_patiently, on_main_process
 from hooktrain.utils.file_io import lock_folder, on_disk, temporary_path
 from hooktrain.utils.logger import LEVELS, setup_logger
 
@@ -147,7 +147,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     path = Path(folder or "", "config.json")
     kept = folder if resumes else None
     store = train.get("store") if goes_on else ""
-    earlier = on_main_process(partial(_earlier, path, store)) if kept else ""
+    earlier = on_all_ranks_patiently(partial(_earlier, path, store))[0] if kept else ""
     _seed(train, kept, earlier)
     if train.get("run_id") is None:
         train["run_id"] = on_main_process(partial(_run_id, kept, earlier))
@@ -175,8 +175,8 @@ def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
 def _earlier(path: Path, store: str) -> str:
     """The configuration of the run that goes on, from the store if the folder has no run."""
     # Newer ones are looked for when a Checkpointer resumes.
-    if store and not checkpoint_names(path.parent):
-        Store(store, path.parent).fetch()
+    if comm.is_main_process() and store and not checkpoint_names(path.parent):
+        next(Store(store, path.parent).names_to_resume([]), None)
     return _read(path)
 
 

@@ -1,8 +1,10 @@
 """The base class of hooks: what a trainer calls around its steps."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from hooktrain.utils.file_io import AnyPath
 
 if TYPE_CHECKING:  # a trainer has hooks, and a hook knows its trainer
     from hooktrain.engine.trainers import ModelTrainer
@@ -89,6 +91,14 @@ class HookBase:
         Args:
             results: the numbers by their names, such as ``"bbox/AP"``.
         """
+
+    def run_files(self) -> Iterable[AnyPath]:
+        """The paths of the files that another machine needs to go on with the run.
+
+        They go into the store with each checkpoint, if they are in its folder. Those that are
+        missing are left out, and of a folder of shards all of it goes there.
+        """
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, in tensors and plain types."""

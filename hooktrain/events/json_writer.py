@@ -159,6 +159,10 @@ class JSONWriter(ScalarWriter):
             lost = "METRICS ARE LOST: %s has %d of %d bytes, nothing after iteration %d"
             logger.error(lost, self._path, len(data), size, last)
 
+    def run_files(self) -> list[Path]:
+        """The file."""
+        return [self._path]
+
     def _with_late_write(self, data: bytes, size: int, iteration: int) -> int:
         """The saved size, and the line of the saved iteration if it was written after the save.
 

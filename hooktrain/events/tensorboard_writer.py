@@ -2,6 +2,8 @@
 
 import importlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hooktrain.events.storage import EventStorage, get_event_storage
@@ -94,6 +96,10 @@ class TensorboardXWriter(ScalarWriter):
         self.close()
         super().rewind(iteration)
         self._arguments["purge_step"] = iteration
+
+    def run_files(self) -> Iterator[Path]:
+        """The event files in the folder."""
+        return Path(self._log_dir).glob("events.out.tfevents.*")
 
     def close(self) -> None:
         """Close the event file. The next ``write`` opens another one."""

@@ -1,11 +1,12 @@
 """The base classes of writers of metrics, and a writer for experiment trackers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hooktrain.events.history import Entry, HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.utils import comm
+from hooktrain.utils.file_io import AnyPath
 
 Metrics = dict[int, dict[str, float]]  # by iteration and by name
 
@@ -36,6 +37,10 @@ class EventWriter:
 
         The run calls it inside of its storage when it starts (at 0) or resumes.
         """
+
+    def run_files(self) -> Iterable[AnyPath]:
+        """The paths of the files that go into a store with each checkpoint of the run."""
+        return ()
 
     def close(self) -> None:
         """Release files and other resources, at the end of a run."""

@@ -7,6 +7,7 @@ same order. Otherwise the others wait for it until the timeout.
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hooktrain.utils import timer
+from hooktrain.utils.background import BackgroundWorker
+
 T = TypeVar("T")
+
+_BEAT_SECONDS = 1.0
 
 # The keys are default groups, so that no entry outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
@@ -269,6 +275,20 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
 
     result: T = on_all_ranks(on_rank_0, group)[0]
     return result
+
+
+def on_all_ranks_patiently(function: Callable[[], T]) -> list[T]:
+    """Call a function that may take hours; see :func:`on_all_ranks`. Collective.
+
+    It is called in a thread, and the ranks meet every second. So the timeout of the process group
+    does not end the others, nor a watchdog this process.
+    """
+    outcome: list[T] = []
+    worker = BackgroundWorker("long work")
+    worker.submit(lambda: outcome.append(function()), daemon=True)
+    while not all(on_all_ranks(partial(worker.wait, _BEAT_SECONDS))):
+        timer.beat()
+    return all_gather(outcome[0])
 
 
 def _portable(error: Exception | None) -> Exception | None:

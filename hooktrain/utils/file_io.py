@@ -26,7 +26,7 @@ AnyPath = str | os.PathLike[str]
 
 # The end of the name of a folder that is being replaced. Other names may be anybody's.
 MOVED_ASIDE = r"\.old-hooktrain-\d+-.+"
-_TEMPORARY = re.compile(r"\.(.+)\.tmp-hooktrain-\d+-.+")
+_TEMPORARY = re.compile(r"\..+\.tmp-hooktrain-(\d+)-(.+?)(?:\.\d+)?")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 # The errors of file systems that cannot flush folders.
 _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}
@@ -83,11 +83,13 @@ def unlock_folder(folder: AnyPath) -> None:
 def sweep(folder: AnyPath) -> None:
     """Remove temporary files, and put back folders that were moved aside.
 
-    The caller must hold the lock of the folder. What cannot be removed is logged.
+    The caller must hold the lock of the folder. What cannot be removed is logged. What another
+    process of this machine is writing stays, since a single save or a fetch takes no lock.
     """
     for entry in sorted(Path(folder).iterdir()):
         try:
-            if _TEMPORARY.fullmatch(entry.name):
+            temporary = _TEMPORARY.fullmatch(entry.name)
+            if temporary and not _is_of_another_process(*temporary.groups()):
                 _remove(entry)
             moved = re.fullmatch(rf"(.+){MOVED_ASIDE}", entry.name)
             if moved is not None:
@@ -95,6 +97,19 @@ def sweep(folder: AnyPath) -> None:
                 _put_back(entry, target)
         except OSError as error:
             logger.warning("Cannot remove %s of a killed run: %s", entry, error)
+
+
+def _is_of_another_process(number: str, host: str) -> bool:
+    """Whether it is another process than this one, alive and on this machine."""
+    if host != socket.gethostname() or int(number) == os.getpid():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return True
 
 
 def _put_back(aside: Path, target: Path) -> None:

@@ -1,11 +1,17 @@
 """A store beside the disk: up, down, rotation, two machines, and what is broken or refused."""
 
+import glob
 import json
 import logging
+import re
 import shutil
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,19 +19,28 @@ from uuid import uuid4
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, sources
+from hooktrain.checkpoint import (
+    Checkpointer,
+    CorruptCheckpointError,
+    sources,
+    store as store_module,
+)
+from hooktrain.checkpoint.resume import read_pointer
 from hooktrain.checkpoint.store import StoreTakenError
+from hooktrain.engine import SimpleTrainer
+from hooktrain.engine.hooks import PeriodicCheckpointer
 from hooktrain.utils import comm, timer
 from hooktrain.utils.file_io import atomic_write
 from processes import wait_until
 from s3 import s3_server
 from sharding_toys import full_state_dict, make_model, make_sharded
-from toys import model_of
+from toys import model_of, sgd
 
 MEMORY = "memory://bucket/run"
 
@@ -105,12 +120,22 @@ def change(store: str, name: str, content: bytes | None) -> None:
         system.pipe_file(stored(store)[name], content)
 
 
-def write_beside(folder: Path) -> dict[str, bytes]:
+def write_beside(checkpointer: Checkpointer) -> dict[str, bytes]:
     """Write what a run has beside its checkpoints; what of it should come from the store."""
-    names = ["config.json", "metrics.json", "events.out.tfevents.1.host.2.0"]
-    wanted = {name: name.encode() for name in names}
-    for name, content in {**wanted, "log.txt": b"log", "mine.txt": b"mine"}.items():
+    folder = Path(checkpointer.save_dir)
+    names = ["config.json", "metrics.json", "val/metrics.json", "best[1].pth", "a/b/c"]
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "val").mkdir()
+    wanted = {name: name.encode() for name in names if not name.endswith(".pth")}
+    others = {"log.txt": b"log", "val/mine.txt": b"mine", ".hidden.json": b"hidden"}
+    for name, content in {**wanted, **others, "../outside.json": b"outside"}.items():
         (folder / name).write_bytes(content)
+    told = [*names, ".hidden.json", "../outside.json", "missing.json", "missing"]
+    checkpointer.run_files = lambda: [folder / name for name in told]
+    nn.init.constant_(checkpointer.model.weight, 9)
+    checkpointer.save("best[1]", tag=False, iteration=9)
+    if checkpointer.sharded:
+        checkpointer.run_files = lambda: [folder / name for name in [*told, "best[1]"]]
     return wanted
 
 
@@ -121,15 +146,23 @@ def test_a_run_goes_on_in_a_new_folder_with_all_that_it_needs(
     first = machine(tmp_path / "a", store, sharded=shards)
     first.begin_run(is_new=True)
     save(first, 9)
-    first.save("model_best", tag=False, iteration=9)
-    wanted = write_beside(tmp_path / "a")
+    wanted = write_beside(first)
     save(first, 19)
+    (tmp_path / "b" / "val").mkdir(parents=True)
+    (tmp_path / "b" / "val" / "notes.txt").write_text("of the other machine")
     assert resumed(tmp_path / "b", store) == 19
     for name, content in wanted.items():
         assert (tmp_path / "b" / name).read_bytes() == content
-    assert not (tmp_path / "b" / "log.txt").exists()
+    best_name = "best[1]" if shards else "best[1].pth"
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {
+        *["config.json", "metrics.json", "val", "a", best_name],
+        *["model_0000019" if shards else "model_0000019.pth"],
+        *["last_checkpoint", ".last_iteration"],
+    }
+    beside = {path.name for path in (tmp_path / "b" / "val").iterdir()}
+    assert beside == {"metrics.json", "notes.txt"}
     best = Checkpointer(model_of(0.0))
-    best.load(tmp_path / "b" / ("model_best" if shards else "model_best.pth"))
+    best.load(tmp_path / "b" / best_name)
     assert best.model.weight.mean().item() == 9
     # The newest is there once more, since the one before could be needed too.
     second = machine(tmp_path / "b", store, sharded=shards)
@@ -151,7 +184,11 @@ def test_a_final_checkpoint_without_a_number_comes_back(
     first.finish()
     assert caplog.text.count("model_final.pth is in the store") == 1
     assert resumed(tmp_path / "b", memory) == 19
-    assert resumed(tmp_path / "b", memory) == 19
+    # The folder knows its iteration: it goes into another store, without a save.
+    second = machine(tmp_path / "b", MEMORY + "-2")
+    second.begin_run()
+    second.finish()
+    assert resumed(tmp_path / "c", MEMORY + "-2") == 19
 
 
 def test_a_file_of_the_store_loads_by_its_address(
@@ -162,6 +199,27 @@ def test_a_file_of_the_store_loads_by_its_address(
     loader = Checkpointer(model_of(0.0))
     loader.load(f"memory:/{stored(memory)['model_0000009.pth']}")
     assert loader.model.weight.mean().item() == 9
+
+
+def flip_bit(content: bytes, weight: float) -> bytes:
+    """Another content of the same size: the weight in it is another one."""
+    place = content.index(struct.pack("f", weight))
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
+def test_what_was_altered_in_the_store_and_has_its_size_is_not_taken(
+    shards: bool, memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory, sharded=shards)
+    for iteration in (9, 19):
+        save(first, iteration)
+    name = "model_0000019"
+    file = f"{name}.__0_0.distcp" if shards else f"{name}.pth"
+    system, _ = fsspec.url_to_fs(memory)
+    change(memory, file, flip_bit(system.cat_file(stored(memory)[file]), 19))
+    assert resumed(tmp_path / "b", memory) == 9
+    assert not list((tmp_path / "b").glob(f"{name}*"))
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"garbage"])
@@ -180,16 +238,71 @@ def test_what_is_broken_in_the_store_falls_back_to_the_checkpoint_before(
     assert resumed(tmp_path / "a", store) == 29  # the disk has it
 
 
-def test_a_file_beside_a_checkpoint_that_is_cut_counts_as_broken(
-    memory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
+def test_a_file_beside_a_checkpoint_that_is_not_intact_is_left_out(
+    shards: bool, memory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machine(tmp_path / "a", memory, sharded=shards)
+    write_beside(first)
+    save(first, 19)
+    best = "best[1].__0_0.distcp" if shards else "best[1].pth"
+    system, _ = fsspec.url_to_fs(memory)
+    flipped = flip_bit(system.cat_file(stored(memory)[best]), 9)
+    for name, content in [(best, flipped), ("metrics.json", b"met"), ("a.b.c", None)]:
+        change(memory, name, content)
+    assert resumed(tmp_path / "b", memory) == 19
+    there = {path.name for path in (tmp_path / "b").rglob("*") if path.is_file()}
+    assert "config.json" in there
+    assert not there & {best, "best[1].pth", "c"}
+    assert not (tmp_path / "b" / "metrics.json").exists()
+    assert (tmp_path / "b" / "val" / "metrics.json").exists()
+    errors = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert len(errors) == 3
+    assert "metrics.json has 3 bytes" in caplog.text
+
+
+def test_the_newest_that_is_intact_counts_wherever_it_is(
+    memory: str, tmp_path: Path
+) -> None:
+    def path_of(iteration: int) -> Path:
+        return tmp_path / "a" / f"model_{iteration:07d}.pth"
+
+    first = machine(tmp_path / "a", memory)
+    for iteration in (9, 19):
+        save(first, iteration)
+    # The store is behind the disk, where the pointer was damaged.
+    offer(Checkpointer(first.model, tmp_path / "a"), 29)
+    (tmp_path / "a" / "last_checkpoint").write_bytes(b"")
+    assert resumed(tmp_path / "a", memory) == 29
+    path_of(29).write_bytes(b"damaged")
+    assert resumed(tmp_path / "a", memory) == 19
+    # The disk's newest is damaged, and the store has it.
+    path_of(19).write_bytes(flip_bit(path_of(19).read_bytes(), 19))
+    path_of(9).unlink()
+    assert resumed(tmp_path / "a", memory) == 19
+    assert read_pointer(tmp_path / "a") == path_of(19).name
+
+
+def test_a_checkpoint_of_the_store_counts_more_than_one_of_another_run(
+    memory: str, tmp_path: Path
 ) -> None:
     first = machine(tmp_path / "a", memory)
-    save(first, 9)
-    write_beside(tmp_path / "a")
-    save(first, 19)
-    change(memory, "metrics.json", b"metri")
-    assert resumed(tmp_path / "b", memory) == 9
-    assert "metrics.json has 5 bytes" in caplog.text
+    for iteration in (9, 19, 29):
+        save(first, iteration)
+    change(memory, "model_0000029.pth", None)
+    nn.init.constant_(first.model.weight, 2000)
+    first.save("model_0002000", tag=False, iteration=2000)
+    for path in (tmp_path / "a").glob("model_00000*"):
+        path.write_bytes(b"damaged")
+    assert resumed(tmp_path / "a", memory) == 19
+
+
+def test_a_damaged_folder_of_shards_is_fetched_again(
+    memory: str, tmp_path: Path
+) -> None:
+    save(machine(tmp_path / "a", memory, sharded=True), 9)
+    (tmp_path / "a" / "model_0000009" / "__0_0.distcp").write_bytes(b"damaged")
+    assert resumed(tmp_path / "a", memory) == 9
 
 
 def test_of_a_broken_folder_nothing_is_left(memory: str, tmp_path: Path) -> None:
@@ -208,18 +321,48 @@ def test_of_a_broken_folder_nothing_is_left(memory: str, tmp_path: Path) -> None
 
 def test_a_damaged_or_forged_pointer_is_an_error(memory: str, tmp_path: Path) -> None:
     save(machine(tmp_path / "a", memory), 9)
-    system, _ = fsspec.url_to_fs(memory)
-    checkpoints = json.loads(system.cat_file(stored(memory)["pointer-00000001"]))
-    change(memory, "pointer-00000001", b'[{"name')
-    with pytest.raises(CorruptCheckpointError, match="pointer-00000001"):
-        resumed(tmp_path / "b", memory)
-    (key,) = checkpoints[0]["files"].values()
-    for path in ("../escaped.pth", "/tmp/escaped.pth", ".lock", "a/../../b"):
-        checkpoints[0]["files"] = {path: key}
-        change(memory, "pointer-00000001", json.dumps(checkpoints).encode())
-        with pytest.raises(CorruptCheckpointError):
-            resumed(tmp_path / "b", memory)
-    assert not (tmp_path / "escaped.pth").exists()
+    name = "model_0000009.pth"
+    key = Path(stored(memory)[name]).name
+    contents: list[Any] = [{"a": 1}, [1], ["name"], [{"name": name}], [[]], 9, None]
+    paths = ["../escaped", "/tmp/escaped", ".lock", "a/../../b", "a/..", "a/../b", "a/"]
+    for path in [*paths, "a//b", "./a", "", "."]:
+        contents.append([{"name": path, "iteration": 9, "files": {path: key}}])
+    keys = [f"{key}/../b", "../b", "0-0-/../b", "/etc/passwd", f"a{key}", "x", "", 9]
+    for each in keys:
+        contents.append([{"name": name, "iteration": 9, "files": {name: each}}])
+    for iteration in ("9", None, 9.5):
+        entry = {"name": name, "iteration": iteration, "files": {name: key}}
+        contents.append([entry])
+    for files in ({}, {"model": key}, {f"{name}x": key}, [name], None):
+        contents.append([{"name": name, "iteration": 9, "files": files}])
+    for content in [b'[{"name', b"", b"\xff", *map(json.dumps, contents)]:
+        forged = content.encode() if isinstance(content, str) else content
+        change(memory, "pointer-00000001", forged)
+        with pytest.raises(CorruptCheckpointError, match="pointer-00000001"):
+            resumed(tmp_path / "b" / "c", memory)
+    assert not (tmp_path / "b").exists()
+    good = [{"name": name, "iteration": 9, "files": {name: key}, "more": 1}]
+    change(memory, "pointer-00000001", json.dumps(good).encode())
+    assert resumed(tmp_path / "b", memory) == 9
+
+
+def test_a_link_in_a_store_is_not_followed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first = machine(tmp_path / "a", f"file://{store}")
+    first.begin_run(is_new=True)
+    write_beside(first)
+    save(first, 9)
+    (tmp_path / "secret").write_text("secret")
+    (link,) = store.glob("*-config.json")
+    link.unlink()
+    link.symlink_to(tmp_path / "secret")
+    assert resumed(tmp_path / "b", f"file://{store}") == 9
+    assert not (tmp_path / "b" / "config.json").exists()
+    # Nor is a pointer.
+    (pointer,) = store.glob("pointer-*")
+    pointer.rename(tmp_path / "moved")
+    pointer.symlink_to(tmp_path / "moved")
+    assert resumed(tmp_path / "c", f"file://{store}") == 0
 
 
 def test_only_what_is_newer_than_the_folder_is_fetched(
@@ -244,11 +387,13 @@ def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
     # A killed process has not come to its pointer.
     system.pipe_file(f"{root}/1795852534912475873-4-model_0000005.pth", b"left")
     if store.startswith("file"):
-        left = ".pointer-00000001-host-x.json.tmp-hooktrain-1-host"
+        left = ".pointer-00000001-host-x-00000001.json.tmp-hooktrain-1-host"
         system.pipe_file(f"{root}/{left}", b"left")
     first = machine(tmp_path / "a", store)
     first.begin_run(is_new=True)
-    (tmp_path / "a" / "metrics.json").write_text("1")
+    metrics = tmp_path / "a" / "metrics.json"
+    metrics.write_text("1")
+    first.run_files = lambda: [metrics]
     for iteration in (9, 19, 29):
         save(first, iteration)
     assert list(stored(store)) == [
@@ -263,6 +408,7 @@ def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
     second = machine(tmp_path / "b", store)
     second.begin_run()
     assert "model_0000029.pth" in stored(store)
+    second.run_files = lambda: [tmp_path / "b" / "metrics.json"]
     save(second, 39)
     assert list(stored(store))[1:] == [
         "model_0000029.pth",
@@ -305,6 +451,65 @@ class Refusing:
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
     return Refusing(monkeypatch)
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_there_is_not_named(
+    memory: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    save(first, 9)
+    ls = MemoryFileSystem.ls
+
+    def listed_late(*args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        (tmp_path / "a" / "model_0000019.pth").unlink()
+        return ls(*args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", listed_late)
+    offer(first, 19)
+    first.give_up()  # it waits for the upload
+    assert "NOT IN THE STORE" in caplog.text
+    assert resumed(tmp_path / "b", memory) == 9
+    assert list(stored(memory)) == ["model_0000009.pth", "pointer-00000001"]
+
+
+def test_a_name_with_the_characters_of_patterns_goes_there(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    nn.init.constant_(first.model.weight, 9)
+    first.save("net[1]*?_0000009", iteration=9)
+    first.finish()
+    assert list(stored(memory)) == ["net[1]*?_0000009.pth", "pointer-00000001"]
+    assert resumed(tmp_path / "b", memory) == 9
+
+
+def test_half_a_pointer_of_a_killed_process_does_no_harm(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    for iteration in (9, 19):
+        save(first, iteration)
+    pipe_file = MemoryFileSystem.pipe_file
+
+    def killed(system: Any, path: str, content: bytes) -> None:
+        pipe_file(system, path, content[: len(content) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(first, 29)
+    monkeypatch.undo()
+    assert resumed(tmp_path / "b", memory) == 19
+    second = machine(tmp_path / "b", memory)
+    second.begin_run()
+    save(second, 29)
+    system, root = fsspec.url_to_fs(memory)
+    (pointer,) = system.glob(f"{root}/pointer-*")
+    assert "pointer-00000002" in pointer
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -352,12 +557,13 @@ def test_a_run_does_not_wait_for_an_upload_and_has_one_at_a_time(
 def test_no_watchdog_ends_a_run_that_waits_for_its_last_upload(
     memory: str, refusing: Refusing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hooktrain.checkpoint.store._BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("hooktrain.utils.comm._BEAT_SECONDS", 0.01)
     first = machine(tmp_path / "a", memory)
     first.begin_run(is_new=True)
     refusing.go.clear()
     offer(first, 9)
-    finishing = threading.Thread(target=first.finish)
+    finish = partial(comm.on_all_ranks_patiently, first.finish)
+    finishing = threading.Thread(target=finish)
     finishing.start()
     before = timer.last_beat
     wait_until(lambda: timer.last_beat > before)
@@ -517,10 +723,28 @@ def test_a_new_run_does_not_replace_one_in_the_store(
     assert resumed(tmp_path / "b", memory) == 9
 
 
-def test_an_unknown_scheme_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere"):
-        machine(tmp_path / "a", "nowhere://bucket")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    "address",
+    [
+        *["nowhere://bucket", "s3:/bucket/run", "bucket/run", "a/store", "./store"],
+        *["{}/a", "file://{}/a/store", "{}/a/b/c", "{}/link/store", "file://store"],
+    ],
+)
+def test_an_address_that_cannot_be_meant_is_refused_before_anything_is_made(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("a")
+    given = address.format(tmp_path)
+    for folder in (tmp_path / "a", Path("a")):
+        with pytest.raises(ValueError, match=re.escape(given.partition(":")[0])):
+            machine(folder, given)
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_a_folder_beside_the_output_folder_is_a_store(tmp_path: Path) -> None:
+    save(machine(tmp_path / "a", str(tmp_path / "a-store")), 9)
+    assert resumed(tmp_path / "b", str(tmp_path / "a-store")) == 9
 
 
 def test_a_failed_run_waits_for_an_upload_but_not_for_ever(
@@ -598,25 +822,44 @@ def test_folders_of_shards_go_there_and_come_back_for_any_number_of_ranks(
     assert torch.equal(alone.model.norm.weight, torch.full((16,), 19.0))
 
 
-def put_by_each(folder: Path, store: str, refuses: bool) -> list[str]:
-    """Save shards; the names of the files that this rank puts there. The first waits for others."""
-    put = LocalFileSystem.put_file
-    names = []
+def put_by_each(
+    folder: Path, address: str, refuses: bool
+) -> tuple[list[str], list[bool]]:
+    """Save shards; the names of the files that this rank puts there, and what its lists showed.
+
+    Unless they are refused, the shards of the other rank are there when this one has seen that they
+    are not.
+    """
+    names: list[str] = []
+    looks: list[bool] = []
+    put, ls = LocalFileSystem.put_file, LocalFileSystem.ls
+    of_other = f"{folder.parent}/store/*__1_0.distcp"
+    looked = folder.parent / "looked"
 
     def recorded(system: Any, path: str, target: str) -> None:
         if comm.get_rank() > 0 and refuses:
             raise PermissionError("denied")
-        if comm.is_main_process() and not refuses:
-            wait_until(lambda: list(folder.parent.glob("store/*__1_0.distcp")))
+        if comm.get_rank() > 0:
+            wait_until(looked.exists)
         names.append(Path(target).name.split("-", 2)[-1])
         put(system, path, target)
 
-    LocalFileSystem.put_file = recorded
-    checkpointer = Checkpointer(make_sharded(), folder, sharded=True, store=store)
+    def listed(system: Any, path: str, **options: Any) -> Any:
+        found = ls(system, path, **options)
+        looks.append(bool(glob.glob(of_other)))
+        if len(looks) > 2:
+            looked.touch()
+        return found
+
+    LocalFileSystem.put_file, LocalFileSystem.ls = recorded, listed
+    store_module._BEAT_SECONDS = 0.01
+    store_module._PATIENCE_SECONDS = 0.1 if refuses else 30
+    checkpointer = Checkpointer(make_sharded(), folder, sharded=True, store=address)
     checkpointer.begin_run(is_new=True)
     checkpointer.save("model_0000009", iteration=9)
     checkpointer.give_up()  # it waits for the upload
-    return sorted(names)
+    comm.synchronize()
+    return sorted(names), looks
 
 
 def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
@@ -627,11 +870,16 @@ def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
     shards = ["model_0000009.__1_0.distcp"]
     for refuses in (False, True):
         folder = tmp_path / str(refuses)
-        store = f"file://{folder}/store"
-        main, other = run_ranks(put_by_each, 2, folder / "a", store, refuses)
-        assert main == (sorted(of_main + shards) if refuses else of_main)
-        assert other == ([] if refuses else shards)
-        alone = Checkpointer(make_model(), folder / "b", store=store)
+        address = f"file://{folder}/store"
+        main, other = run_ranks(put_by_each, 2, folder / "a", address, refuses)
+        names, looks = main
+        assert names == (sorted(of_main + shards) if refuses else of_main)
+        assert other == ([] if refuses else shards, [])  # it asks for no list
+        assert (
+            looks[:3] == [False] * 3
+        )  # as it begins, before its files, and as it waits
+        assert looks[-1] != refuses
+        alone = Checkpointer(make_model(), folder / "b", store=address)
         assert alone.resume_or_load("")["iteration"] == 9
 
 
@@ -649,28 +897,110 @@ def lists(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_shards_that_others_have_put_there_take_no_request_each(
-    memory: str, tmp_path: Path, lists: list[str]
+@pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
+def test_a_save_takes_one_list_of_the_store(
+    shards: bool, memory: str, tmp_path: Path, lists: list[str]
 ) -> None:
-    first = machine(tmp_path / "a", memory, sharded=True)
+    first = machine(tmp_path / "a", memory, sharded=shards)
     first.begin_run(is_new=True)
-    offer(first, 9)
-    for rank in range(1, 9):
-        shard = tmp_path / "a" / "model_0000009" / f"__{rank}_0.distcp"
-        shard.write_bytes(b"of another rank")
-    first.finish()
-    lists.clear()
-    first.finish()
-    assert len(lists) == 2  # before the files, and before the pointer
-
-
-def test_a_file_and_what_is_beside_it_take_as_few_requests(
-    memory: str, tmp_path: Path, lists: list[str]
-) -> None:
-    first = machine(tmp_path / "a", memory)
-    first.begin_run(is_new=True)
-    write_beside(tmp_path / "a")
+    write_beside(first)
     lists.clear()
     offer(first, 9)
     first.give_up()  # it waits for the upload
-    assert len(lists) == 2
+    assert len(lists) == 1
+
+
+def test_a_list_that_the_file_system_keeps_does_not_hide_another_machine(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ls = MemoryFileSystem.ls
+    kept: list[Any] = []
+
+    def keeping(*args: Any, **options: Any) -> Any:
+        kept[:] = kept or [ls(*args, **options)]
+        return kept[0]
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", keeping)
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda _: kept.clear())
+    first = machine(tmp_path / "a", memory)
+    first.begin_run(is_new=True)
+    save(first, 9)
+    assert resumed(tmp_path / "b", memory) == 9
+    machine(tmp_path / "b", memory).begin_run()
+    with pytest.raises(StoreTakenError, match="another process"):
+        save(first, 19)
+
+
+def test_files_that_a_late_list_does_not_show_are_there(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    first.begin_run(is_new=True)
+    early: list[Any] = fsspec.url_to_fs(memory)[0].ls("/bucket/run", detail=True)
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda *_, **__: early)
+    for iteration in (9, 19):
+        save(first, iteration)
+    monkeypatch.undo()
+    assert resumed(tmp_path / "b", memory) == 19
+    save(first, 29)
+    assert list(stored(memory)) == [
+        "model_0000019.pth",
+        "model_0000029.pth",
+        "pointer-00000001",
+    ]
+
+
+def test_a_file_that_has_vanished_from_the_store_is_put_there_again(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    write_beside(first)
+    save(first, 9)
+    change(memory, "best[1].pth", None)
+    save(first, 19)
+    assert "best[1].pth" in stored(memory)
+
+
+def wait_for_store(folder: Path, address: str) -> float:
+    """Fetch from a store, and wait for its uploads, longer than the process group waits."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), comm.object_group())
+    comm._BEAT_SECONDS = 0.1
+    is_main = comm.is_main_process()
+    if is_main:
+        save(machine(folder / "a", address), 9)
+    comm.synchronize()
+    copy, put = sources.copy_remote, LocalFileSystem.put_file
+
+    def slow(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            time.sleep(2.5)
+            return function(*args)
+
+        return call
+
+    store_module.copy_remote = slow(copy)
+    LocalFileSystem.put_file = slow(put)
+    checkpointer = machine(folder / "b", address)
+    assert checkpointer.resume_or_load("")["iteration"] == 9
+    trainer = SimpleTrainer(
+        checkpointer.model, [torch.ones(1)], sgd(checkpointer.model)
+    )
+    saving = PeriodicCheckpointer(checkpointer, 1)
+    trainer.register_hooks([saving])
+    trainer.train(10, 10)
+    checkpointer.save("model_0000019", iteration=19)
+    saving.after_train()
+    if is_main:
+        other = store_module.Store(address, folder / "b")
+        other.begin(is_new=False)
+    comm.synchronize()
+    with pytest.raises(StoreTakenError, match="another process"):
+        saving.after_train()
+    return checkpointer.model.weight.mean().item()
+
+
+def test_no_rank_times_out_while_the_main_process_is_busy_with_a_store(
+    tmp_path: Path,
+) -> None:
+    found = run_ranks(wait_for_store, 2, tmp_path, f"file://{tmp_path}/store")
+    assert found == [9.0, 9.0]

@@ -126,6 +126,7 @@ def test_an_evaluation_in_an_empty_folder_fetches_the_run(
     store = f"file://{tmp_path}/store"
     model = instantiate(LazyConfig.load(CONFIG).model)
     first = Checkpointer(model, tmp_path / "first", store=store)
+    first.run_files = lambda: [tmp_path / "first" / "model_best.pth"]
     best = {"metric": "a", "best_metric": 1, "best_iter": 4}
     first.save("model_best", tag=False, best=best)
     first.save("model_0000009", iteration=9)
@@ -244,5 +245,5 @@ def test_a_run_that_is_killed_at_any_request_goes_on_elsewhere(tmp_path: Path) -
             (pointer,) = system.glob(f"{run}/pointer-*")
             checkpoints = json.loads(system.cat_file(pointer))
             parts = [each["files"].values() for each in checkpoints]
-            assert len(parts) == 2
+            assert sum(each["iteration"] >= 0 for each in checkpoints) == 2
             assert there == {Path(pointer).name}.union(*parts)

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,26 @@ def test_what_a_killed_process_has_left_is_swept_by_who_locks_the_folder(
     (tmp_path / f".d.tmp{OWNER}").symlink_to(tmp_path)
     lock_folder(tmp_path)
     assert names(tmp_path) == sorted([".lock", "b", *others])
+
+
+def test_what_another_process_of_this_machine_is_writing_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(process: int, number: int) -> None:
+        assert number == 0
+        if process == 1:
+            raise PermissionError
+        if process not in (7, os.getpid()):
+            raise ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", kill)
+    host = socket.gethostname()
+    owners = [f"7-{host}", f"1-{host}", f"8-{host}", "7-elsewhere", f"7-{host}-2"]
+    for owner in [*owners, f"{os.getpid()}-{host}", f"7-{host}.1", f"8-{host}.1"]:
+        (tmp_path / f".a.tmp-hooktrain-{owner}").touch()
+    sweep(tmp_path)
+    left = [f".a.tmp-hooktrain-{owner}" for owner in (f"1-{host}", f"7-{host}")]
+    assert names(tmp_path) == [*left, f"{left[1]}.1"]
 
 
 def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(

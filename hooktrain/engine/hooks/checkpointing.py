@@ -1,6 +1,7 @@
 """Saves checkpoints every so often."""
 
 import logging
+import os
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from hooktrain.checkpoint.resume import delete_after_verifying, files_to_delete
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.solver.checks import another_model
+from hooktrain.utils.comm import on_all_ranks_patiently
 from hooktrain.utils.file_io import publish
 from hooktrain.utils.names import check_count
 from hooktrain.utils.periods import Period
@@ -79,6 +81,10 @@ class PeriodicCheckpointer(HookBase):
         """Learn where the run ends; warn of what would not be saved."""
         self.max_iter = self.trainer.max_iter
         self._is_put_off = False
+        trainer = self.trainer  # a weak proxy
+        self.checkpointer.run_files = lambda: [
+            path for hook in trainer.hooks for path in hook.run_files()
+        ]
         self._begin(is_new=self.trainer.start_iter == 0)
         saved = self.checkpointer.checkpointables.values()
         if not any(isinstance(each, TrainerBase) for each in saved):
@@ -137,7 +143,14 @@ class PeriodicCheckpointer(HookBase):
         if is_shorter and trainer.done > 0:  # it may have been stopped before a resume
             self.max_iter = trainer.max_iter
             self._save(trainer.done - 1)
-        self.checkpointer.finish()
+        if self.on_every_rank:
+            on_all_ranks_patiently(self.checkpointer.finish)
+        else:
+            self.checkpointer.finish()
+
+    def run_files(self) -> list[str]:
+        """The configuration of the run."""
+        return [os.path.join(self.checkpointer.save_dir, "config.json")]
 
     def _save(self, iteration: int, **extra: Any) -> None:
         if self.on_every_rank:

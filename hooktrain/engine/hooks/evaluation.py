@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -319,6 +320,11 @@ class BestCheckpointer(HookBase):
                 self.best_iter,
                 self._file_prefix,
             )
+
+    def run_files(self) -> list[str]:
+        """The best model, a file or a folder."""
+        names = (f"{self._file_prefix}.pth", self._file_prefix)
+        return [os.path.join(self._checkpointer.save_dir, name) for name in names]
 
     def _update_best(self, val: float, iteration: int) -> bool:
         """Keep the best value so far."""

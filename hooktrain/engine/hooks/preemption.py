@@ -112,7 +112,7 @@ class Preemption(HookBase):
             trainer.prepare_save()
             self._saving().save_numbered(trainer.iter)
         # To a launcher, a rank that has ended has failed: it would end one that still writes.
-        comm.on_all_ranks(self.checkpointer.finish)
+        comm.on_all_ranks_patiently(self.checkpointer.finish)
         # The other hooks come first, so that train() can be called again, as in a notebook.
         trainer.raise_later(SystemExit(128 + number))
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import EventWriter
-from hooktrain.utils.file_io import is_disk_full
+from hooktrain.utils.file_io import AnyPath, is_disk_full
 from hooktrain.utils.logger import pretty_seconds, show_progress
 from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import Period
@@ -123,6 +123,10 @@ class PeriodicWriter(HookBase):
                 raise
             when = "AT THE END OF THE RUN" if is_over else "so far"
             logger.error(_NOT_WRITTEN, type(writer).__name__, when, error)
+
+    def run_files(self) -> list[AnyPath]:
+        """The files of all writers."""
+        return [path for writer in self._writers for path in writer.run_files()]
 
     def after_train(self) -> None:
         """Close all writers; after a good end they first write what came last."""
