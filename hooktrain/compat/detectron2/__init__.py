@@ -86,6 +86,8 @@ from hooktrain.compat.detectron2.profiling import (
     TorchMemoryStats as TorchMemoryStats,
 )
 from hooktrain.compat.detectron2.solver import (
+    StepParamScheduler as StepParamScheduler,
+    StepWithFixedGammaParamScheduler as StepWithFixedGammaParamScheduler,
     build_lr_scheduler as build_lr_scheduler,
     build_optimizer as build_optimizer,
     maybe_add_gradient_clipping as maybe_add_gradient_clipping,

@@ -57,12 +57,16 @@ class LazyConfig(config.LazyConfig):
         return LazyConfig.load(caller.parent / filename, keys)
 
 
+def _of_omegaconf(name: str, arguments: str = "") -> Any:
+    otherwise = f"OmegaConf.{name}{arguments} is omegaconf's own: install omegaconf"
+    return getattr(of_peers("OmegaConf", ["omegaconf"], otherwise), name)
+
+
 class _Functions(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        otherwise = f"OmegaConf.{name} is omegaconf's own: install that beside"
-        return getattr(of_peers("OmegaConf", ["omegaconf"], otherwise), name)
+        return _of_omegaconf(name)
 
 
 class OmegaConf(metaclass=_Functions):
@@ -73,8 +77,11 @@ class OmegaConf(metaclass=_Functions):
 
     @staticmethod
     def create(obj: Any = None, **options: Any) -> Any:
-        """A config of a dict, or a list."""
-        return to_config({} if obj is None else obj)
+        """A config of a dict or a list; omegaconf makes one of YAML text and other objects."""
+        made = to_config({} if obj is None else obj)
+        if isinstance(made, ConfigDict | list | tuple):
+            return made
+        return to_config(_of_omegaconf("create", f"({obj!r})")(obj))
 
     @staticmethod
     def select(cfg: Any, key: str, *, default: Any = None, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Configurations that were written with omegaconf."""
 
 import importlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_other_functions_are_omegaconfs_own(monkeypatch: pytest.MonkeyPatch) -> 
         OmegaConf.from_cli()
 
 
+@pytest.mark.parametrize("given", ["SEED: 7\n", 3, {1, 2}, OrderedDict(a=1)])
+def test_what_is_no_dict_or_list_is_for_omegaconf(
+    given: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, *PEERS)
+    with pytest.raises(ImportError) as raised:
+        OmegaConf.create(given)
+    assert f"create({given!r}) is omegaconf's own" in str(raised.value)
+
+
 # As much of omegaconf as is asked for, where it is not installed.
 STAND_IN = {
     "dictconfig.py": "class DictConfig:\n    pass\n",
@@ -78,14 +89,16 @@ from omegaconf.listconfig import ListConfig
 class OmegaConf:
     @staticmethod
     def create(content, flags=None):
+        if isinstance(content, str):
+            lines = [line.split(": ", 1) for line in content.splitlines()]
+            content = {key: json.loads(value) for key, value in lines}
         cfg = DictConfig() if isinstance(content, dict) else ListConfig()
         cfg.content = content
         return cfg
 
     @staticmethod
     def load(path):
-        lines = [line.split(": ", 1) for line in Path(path).read_text().splitlines()]
-        return OmegaConf.create({key: json.loads(value) for key, value in lines})
+        return OmegaConf.create(Path(path).read_text())
 
     @staticmethod
     def to_container(cfg, resolve=False):
@@ -145,6 +158,14 @@ def test_the_functions_take_what_omegaconf_has_made(omegaconf: Any) -> None:
     made = OmegaConf.create(theirs)
     assert isinstance(made, DictConfig)
     assert (made.width, made.sizes) == (3, [1, 2])
+
+
+def test_omegaconf_reads_yaml_text(omegaconf: Any) -> None:
+    cfg = OmegaConf.create('SEED: 7\nOUTPUT_DIR: "here"\n')
+    assert isinstance(cfg, DictConfig)
+    assert cfg == {"SEED": 7, "OUTPUT_DIR": "here"}
+    # As a copy of detectron2's default_setup looks for its keys.
+    assert OmegaConf.select(cfg, "OUTPUT_DIR", default=None) == "here"
 
 
 def test_yaml_is_read_by_omegaconf(omegaconf: Any, tmp_path: Path) -> None:

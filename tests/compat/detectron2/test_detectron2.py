@@ -77,6 +77,7 @@ fvcore.common.checkpoint: Checkpointer _IncompatibleKeys _strip_prefix_if_presen
 iopath.common.file_io: PathManager PathHandler HTTPURLHandler g_pathmgr
 fvcore.common.history_buffer: HistoryBuffer
 fvcore.common.param_scheduler: CosineParamScheduler MultiStepParamScheduler
+fvcore.common.param_scheduler: StepParamScheduler StepWithFixedGammaParamScheduler
 fvcore.common.registry: Registry
 fvcore.common.timer: Timer
 fvcore.nn.precise_bn: get_bn_modules update_bn_stats
