@@ -76,6 +76,7 @@ from hooktrain.compat.detectron2.functions import (  # type: ignore[assignment]
 from hooktrain.compat.detectron2.model_zoo import get_config as get_config
 from hooktrain.compat.detectron2.paths import (
     HTTPURLHandler as HTTPURLHandler,
+    NativePathHandler as NativePathHandler,
     OneDrivePathHandler as OneDrivePathHandler,
     PathHandler as PathHandler,
     PathManager as PathManager,

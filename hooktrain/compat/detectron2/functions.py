@@ -50,7 +50,9 @@ _MODULES = (
 )
 
 # The packages of names that are not detectron2's.
-_OWNERS = {"CfgNode": "fvcore", "file_lock": "iopath"}
+_OWNERS = {"CfgNode": "fvcore"} | dict.fromkeys(
+    ("LazyPath", "PathManagerFactory", "file_lock", "get_cache_dir"), "iopath"
+)
 
 
 def of_detectron2(name: str) -> Any:

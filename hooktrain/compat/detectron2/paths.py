@@ -1,40 +1,54 @@
 """iopath's ``PathManager``: files by path or address, as detectron2's scripts open them."""
 
+import logging
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from hooktrain.checkpoint.sources import local_path, register_scheme
 from hooktrain.utils.file_io import AnyPath, on_disk
 
+logger = logging.getLogger(__name__)
+
 
 class PathHandler:
     """Finds the files of some addresses.
 
-    A subclass defines both methods. It may also define how its files are opened, looked for and
-    changed, by ``_open``, ``_exists``, ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs`` and ``_rm``,
-    which are given the address. What it does not define is done with the file at the local path.
+    A subclass defines ``_get_supported_prefixes`` and ``_get_local_path``. It may also define how
+    its files are opened, looked for and changed, by ``_open``, ``_opent``, ``_exists``,
+    ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, ``_copy``, ``_copy_from_local``, ``_mv``
+    and ``_symlink``, which are given the address. What it does not define is done with the file at
+    the local path.
     """
 
+    _strict_kwargs_check = True
     _get_local_path: Callable[..., str]
 
     def _get_supported_prefixes(self) -> list[str]:
         return []
 
+    def _check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Refuse arguments that a method does not know, unless checking is switched off."""
+        if kwargs and self._strict_kwargs_check:
+            raise ValueError(f"{type(self).__name__} does not know {kwargs!r}")
 
-# Files on the web are found without a handler.
-HTTPURLHandler = OneDrivePathHandler = PathHandler
+
+# Files on the web and on a disk are found without a handler.
+HTTPURLHandler = OneDrivePathHandler = NativePathHandler = PathHandler
+
+
+def _opent(path: str, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(f"no handler with an _opent reads {path!r} as a table")
 
 
 def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A method of PathManager: that of an address's handler, or a function of the local path."""
 
     def method(self: "_PathManager", path: AnyPath, *args: Any, **kwargs: Any) -> Any:
-        address = os.fspath(path)
-        known = [prefix for prefix in self._handlers if address.startswith(prefix)]
-        longest = max(known, key=len, default="")
-        handler = self._handlers.get(longest)
+        handler = self._handler_of(path)
         own = getattr(handler, name, None)
         if own:
             return own(path, *args, **kwargs)
@@ -44,9 +58,35 @@ def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             changes = any(letter in mode for letter in "wax+")
         if changes and handler is None:
             path = on_disk(path)
+        if not self._is_strict:
+            known = signature(function).parameters
+            kwargs = {key: kwargs[key] for key in kwargs.keys() & known}
         return function(self.get_local_path(path), *args, **kwargs)
 
     return method
+
+
+def _make(function: Callable[[str, str], Any]) -> Callable[..., bool]:
+    """A function that makes a file or a link of another, and returns whether it has.
+
+    As in iopath it logs an error if the target exists already, or if the system refuses.
+    """
+
+    def make(source: str, target: AnyPath, overwrite: bool = False) -> bool:
+        path = on_disk(target)
+        try:
+            if os.path.lexists(path) and not overwrite:
+                raise FileExistsError(f"{path!r} exists already")
+            function(source, path)
+        except OSError as error:
+            logger.error("NOT DONE: %s", error)
+            return False
+        return True
+
+    return make
+
+
+_copy = _make(shutil.copyfile)
 
 
 class _PathManager:
@@ -54,6 +94,7 @@ class _PathManager:
 
     def __init__(self) -> None:
         self._handlers: dict[str, PathHandler] = {}
+        self._is_strict = True
 
     def __call__(self) -> "_PathManager":
         """Itself: iopath's class has the name of detectron2's object."""
@@ -62,22 +103,69 @@ class _PathManager:
     def register_handler(
         self, handler: PathHandler, allow_override: bool = True
     ) -> None:
-        """Take a handler for the addresses that begin with its prefixes."""
+        """Take a handler for the addresses that begin with its prefixes.
+
+        Raises:
+            KeyError: if another handler has a prefix, and ``allow_override`` is False.
+        """
         for prefix in handler._get_supported_prefixes():
+            if prefix in self._handlers and not allow_override:
+                raise KeyError(f"{prefix!r} has a handler: {self._handlers[prefix]!r}")
             register_scheme(prefix, handler._get_local_path)
+            handler._strict_kwargs_check = self._is_strict
             self._handlers[prefix] = handler
+
+    def _handler_of(self, path: AnyPath) -> PathHandler | None:
+        address = os.fspath(path)
+        known = [prefix for prefix in self._handlers if address.startswith(prefix)]
+        return self._handlers.get(max(known, key=len, default=""))
 
     def get_local_path(self, path: AnyPath, **kwargs: Any) -> str:
         """The path of a local file, as :func:`hooktrain.checkpoint.local_path` finds it."""
+        handler = self._handler_of(path)
+        if kwargs and handler is not None:
+            return handler._get_local_path(path, **kwargs)
         return local_path(path, alone=True)
 
+    def set_strict_kwargs_checking(self, enable: bool) -> None:
+        """Say whether arguments that a method does not know are refused, or left out."""
+        self._is_strict = enable
+        for handler in self._handlers.values():
+            handler._strict_kwargs_check = enable
+
+    def set_logging(self, enable_logging: bool = True) -> None:
+        """Do nothing: what is done with files is not logged."""
+
+    def copy(
+        self, source: AnyPath, target: AnyPath, overwrite: bool = False, **options: Any
+    ) -> bool:
+        """Copy a file, by ``_copy`` of a handler of both, or by way of a local file."""
+        handler = self._handler_of(source)
+        own = getattr(handler, "_copy", None)
+        if own and handler is self._handler_of(target):
+            return own(source, target, overwrite, **options)  # type: ignore[no-any-return]
+        local = self.get_local_path(source)
+        return self.copy_from_local(local, target, overwrite, **options)
+
+    def copy_from_local(
+        self, source: AnyPath, target: AnyPath, overwrite: bool = False, **options: Any
+    ) -> bool:
+        """Copy a local file to a path, or to an address by its handler's ``_copy_from_local``."""
+        handler: Any = self._handler_of(target)
+        if handler is None:
+            return _copy(source, target, overwrite)
+        return handler._copy_from_local(source, target, overwrite, **options)  # type: ignore[no-any-return]
+
     open = _by_handler("_open", open)
+    opent = _by_handler("_opent", _opent)
     exists = _by_handler("_exists", os.path.exists)
     isfile = _by_handler("_isfile", os.path.isfile)
     isdir = _by_handler("_isdir", os.path.isdir)
     ls = _by_handler("_ls", os.listdir)
     mkdirs = _by_handler("_mkdirs", partial(os.makedirs, exist_ok=True))
     rm = _by_handler("_rm", os.remove)
+    mv = _by_handler("_mv", _make(shutil.move))
+    symlink = _by_handler("_symlink", _make(os.symlink))
 
 
 PathManager = g_pathmgr = _PathManager()

@@ -74,7 +74,7 @@ detectron2.utils.events: EventStorage EventWriter CommonMetricPrinter JSONWriter
 detectron2.utils.logger: _log_api_usage
 detectron2.utils.logger: setup_logger create_small_table log_every_n_seconds log_first_n
 fvcore.common.checkpoint: Checkpointer _IncompatibleKeys _strip_prefix_if_present
-iopath.common.file_io: PathManager PathHandler HTTPURLHandler g_pathmgr
+iopath.common.file_io: PathManager PathHandler HTTPURLHandler NativePathHandler g_pathmgr
 fvcore.common.history_buffer: HistoryBuffer
 fvcore.common.param_scheduler: CosineParamScheduler MultiStepParamScheduler
 fvcore.common.param_scheduler: StepParamScheduler StepWithFixedGammaParamScheduler
@@ -117,7 +117,7 @@ def test_the_most_is_best_for_its_best_checkpointer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "owner"), [("file_lock", "iopath"), ("visualizer", "detectron2")]
+    ("name", "owner"), [("PathManagerFactory", "iopath"), ("visualizer", "detectron2")]
 )
 def test_a_name_of_a_peer_that_is_not_installed_says_whose_it_is(
     name: str, owner: str, monkeypatch: pytest.MonkeyPatch
