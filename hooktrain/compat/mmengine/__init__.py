@@ -65,7 +65,10 @@ from hooktrain.compat.mmengine.param_rules import (
     DefaultOptimWrapperConstructor as DefaultOptimWrapperConstructor,
 )
 from hooktrain.compat.mmengine.param_scheduler import *  # type: ignore[assignment]  # not fvcore's functions
-from hooktrain.compat.mmengine.param_scheduler import _ParamScheduler as _ParamScheduler
+from hooktrain.compat.mmengine.param_scheduler import (
+    _ParamScheduler as _ParamScheduler,
+    adapted,
+)
 from hooktrain.compat.mmengine.registry import get_registry
 from hooktrain.compat.mmengine.runner import (
     MessageHub as MessageHub,
@@ -106,12 +109,11 @@ def __getattr__(name: str) -> Any:
         found = get_registry(name)
         if found is not None:
             return found
-    return of_peers(
-        name,
-        _MODULES,
+    otherwise = (
         f"hooktrain has no {name!r}: docs/migrating.md says what takes its place, if anything "
-        "does; or it comes from mmengine, where that is installed",
+        "does; or it comes from mmengine, where that is installed"
     )
+    return adapted(of_peers(name, _MODULES, otherwise))
 
 
 def get_dist_info(group: Any = None) -> tuple[int, int]:

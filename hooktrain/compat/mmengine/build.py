@@ -16,7 +16,7 @@ from hooktrain.compat.mmengine.optim_wrapper import (
     as_mmengine,
 )
 from hooktrain.compat.mmengine.param_rules import DefaultOptimWrapperConstructor
-from hooktrain.compat.mmengine.param_scheduler import INF, _ParamScheduler
+from hooktrain.compat.mmengine.param_scheduler import INF, _ParamScheduler, adapted
 from hooktrain.compat.mmengine.registry import (
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
@@ -151,7 +151,7 @@ def _build_scheduler(config: Any, optimizer: Optimizer, defaults: Options) -> An
     max_epochs = arguments.pop("max_epochs", None)
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
-    target = PARAM_SCHEDULERS.find(arguments.pop("type"))
+    target = adapted(PARAM_SCHEDULERS.find(arguments.pop("type")))
     # Schedulers of MMEngine's family have a range, which ends with the run.
     has_range = hasattr(target, "build_iter_from_epoch")
     if has_range and arguments.get("end") is None:

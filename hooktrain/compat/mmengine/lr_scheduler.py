@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from hooktrain.compat.mmengine.param_scheduler import adapted
 from hooktrain.engine import hooks
 
 
@@ -24,6 +25,7 @@ class LRScheduler(hooks.LRScheduler):
         """Decide when a schedule steps."""
         if not hasattr(scheduler, "param_name"):  # one of the core's or of torch
             return super().begin(scheduler, optimizer)
+        scheduler.__class__ = adapted(type(scheduler))
         self.drive(scheduler, optimizer, scheduler.param_name)
         if getattr(scheduler, "need_val_args", False):  # it reduces on a plateau
             metric = scheduler.monitor

@@ -25,6 +25,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -381,6 +382,32 @@ class CosineAnnealingParamScheduler(_ParamScheduler):
             return self.eta_min
         ratio = self.eta_min_ratio or 0.0
         return self.base_values[i] * ratio
+
+
+def adapted(found: Any) -> Any:
+    """A class of mmengine's own schedulers as a :class:`_ParamScheduler`; others as they are."""
+    is_scheduler = isinstance(found, type) and hasattr(found, "get_last_value")
+    if is_scheduler and not issubclass(found, _ParamScheduler):
+        return _adapted(found)
+    return found
+
+
+@cache
+def _adapted(theirs: type) -> type:
+    names = {"__module__": theirs.__module__, "__doc__": theirs.__doc__}
+    return type(theirs.__name__, (_OfMMEngine, theirs, _ParamScheduler), names)
+
+
+class _OfMMEngine:
+    """Lets a scheduler of mmengine's own take wrappers, and save its state without functions."""
+
+    def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return {key: value for key, value in state.items() if not callable(value)}
 
 
 class LRSchedulerMixin:

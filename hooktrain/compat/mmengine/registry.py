@@ -2,7 +2,8 @@
 
 Other packages register mmcv's layers or the transforms of a data set in mmengine's own registries,
 and look them up there, so code after the recipe gets these too. The registries of ``APART`` are
-separate ones, since mmengine's hold other classes under the same names.
+separate ones, since mmengine's hold other classes under the same names: they have ours, and of
+mmengine's those that have another name.
 """
 
 from contextlib import suppress
@@ -11,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from hooktrain.compat.mmengine.param_scheduler import adapted
 from hooktrain.compat.registry import Registry
 
 APART = (
@@ -28,8 +30,8 @@ class ScopedRegistry(Registry):
     def find(self, kind: Any) -> Any:
         """See :meth:`hooktrain.compat.registry.Registry.find`."""
         if isinstance(kind, str) and kind not in self and find_spec("mmengine"):
-            theirs = getattr(import_module("mmengine.registry"), self.name)
-            for root in (get_registry(self.name), theirs):
+            ours = get_registry(self.name)
+            for root in (ours, getattr(import_module("mmengine.registry"), self.name)):
                 with (
                     suppress(RuntimeError),
                     root.switch_scope_and_registry(None) as scoped,
@@ -59,9 +61,12 @@ def get_registry(name: str) -> Any:
     if find_spec("mmengine") is None:
         return ours or Registry(name)
     theirs: Any = import_module("mmengine.registry")
+    import_module("mmengine.runner")  # which registers what mmengine has
     if name not in APART:
         return getattr(theirs, name, None)
     root = theirs.Registry(name.lower(), scope="mmengine")
+    known = getattr(theirs, name).module_dict
+    root.module_dict.update({key: adapted(each) for key, each in known.items()})
     root.module_dict.update(ours)
     ours._objects = root.module_dict  # one table for both
     return root

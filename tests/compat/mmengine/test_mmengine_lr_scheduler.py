@@ -1,5 +1,6 @@
 """The hook that steps MMEngine's schedulers, alone and together with others."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,18 @@ from torch.optim.lr_scheduler import (
     StepLR as TorchStepLR,
 )
 
+from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat import mmengine as compat
 from hooktrain.compat.mmengine import (
     CosineAnnealingLR,
     LinearLR,
     LRScheduler,
     MultiStepLR,
     StepLR,
+    build_param_scheduler,
 )
 from hooktrain.engine import SimpleTrainer, StepTrainer
-from hooktrain.engine.hooks import CallbackHook
+from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from hooktrain.solver import LinearParamScheduler, OptimWrapper, OptimWrapperDict
 from scheduler_toys import theirs
 from toys import LinearLoss, Two, linear_trainer, sgd
@@ -168,6 +172,87 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
     rates = recorded(second)[-(12 - stop) :]
     assert rates == pytest.approx(recorded(whole)[stop:], rel=1e-12)
     assert "groups" in caplog.text
+
+
+ONLY_THEIRS: dict[str, dict[str, Any]] = {
+    "OneCycleLR": {"eta_max": 0.5, "total_steps": 20, "by_epoch": False},
+    "CosineRestartLR": {
+        "periods": [6, 14],
+        "restart_weights": [1, 0.5],
+        "eta_min": 0.01,
+        "by_epoch": False,
+    },
+    "CosineRestartMomentum": {
+        "periods": [6, 14],
+        "restart_weights": [1, 0.5],
+        "eta_min_ratio": 0.1,
+        "by_epoch": False,
+    },
+    "ReduceOnPlateauLR": {"monitor": "val", "factor": 0.5, "patience": 1},
+    "ReduceOnPlateauMomentum": {"monitor": "val", "factor": 0.5, "patience": 1},
+}
+
+
+def with_scheduler_of_mmengine(name: str, how: str, folder: Path) -> Any:
+    trainer = linear_trainer(measure(dict.fromkeys(range(0, 20, 2), 1.0)), lr=0.5)
+    trainer.epoch_length = 3
+    options = ONLY_THEIRS[name]
+    wrapper = compat.OptimWrapper(trainer.optimizer)
+    scheduler = {
+        "by type": lambda: build_param_scheduler({"type": name, **options}, wrapper),
+        "with a wrapper": lambda: getattr(compat, name)(wrapper, **options),
+        "without the recipe": lambda: getattr(theirs, name)(
+            trainer.optimizer, **options
+        ),
+    }[how]()
+    checkpointer = Checkpointer(trainer.model, folder, trainer=trainer)
+    trainer.register_hooks(
+        [LRScheduler(scheduler=scheduler), PeriodicCheckpointer(checkpointer, 7)]
+    )
+    return trainer, checkpointer
+
+
+def group(trainer: Any) -> Any:
+    return trainer.optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("how", ["by type", "with a wrapper", "without the recipe"])
+@pytest.mark.parametrize("name", ONLY_THEIRS)
+def test_schedulers_that_only_mmengine_has_are_saved_and_go_on_bit_for_bit(
+    name: str, how: str, tmp_path: Path
+) -> None:
+    key = "momentum" if "Momentum" in name else "lr"
+    whole, _ = with_scheduler_of_mmengine(name, how, tmp_path / "whole")
+    values = []
+    whole.register_hooks(
+        [CallbackHook(after_step=lambda t: values.append(group(t)[key]))]
+    )
+    whole.train(0, 20)
+    assert len(set(values)) > 2
+    second, checkpointer = with_scheduler_of_mmengine(name, how, tmp_path / "second")
+    checkpointer.load(tmp_path / "whole" / "model_0000006.pth")
+    rest = []
+    second.register_hooks(
+        [CallbackHook(after_step=lambda t: rest.append(group(t)[key]))]
+    )
+    second.train(max_iter=20)
+    assert rest == values[7:]
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CosineRestartLR"])
+def test_schedulers_that_only_mmengine_has_give_its_values(
+    name: str, tmp_path: Path
+) -> None:
+    trainer, _ = with_scheduler_of_mmengine(name, "with a wrapper", tmp_path)
+    trainer.train(0, 20)
+    optimizer = sgd(Two().one, lr=0.5)
+    scheduler = getattr(theirs, name)(optimizer, **ONLY_THEIRS[name])
+    expected = []
+    for _ in range(20):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert recorded(trainer) == expected
 
 
 # What is refused

@@ -7,6 +7,7 @@ import logging
 import pickle
 import warnings
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from hooktrain.compat.mmengine.param_scheduler import (
     PolyLR,
     StepLR,
     _ParamScheduler,
+    adapted,
 )
 from hooktrain.compat.mmengine.registry import PARAM_SCHEDULERS
+from processes import run_program
 from scheduler_toys import (
     SAME_EACH_TIME,
     chains,
@@ -145,8 +148,55 @@ def test_arguments_have_mmengines_names_and_defaults(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["OneCycleLR", "CosineRestartMomentum"])
 def test_other_schedulers_are_those_of_mmengine(name: str) -> None:
-    assert getattr(ours, name) is getattr(theirs, name)
-    assert PARAM_SCHEDULERS.find(name) is getattr(theirs, name)
+    found = getattr(ours, name)
+    assert issubclass(found, getattr(theirs, name))
+    assert issubclass(found, ours._ParamScheduler)
+    assert PARAM_SCHEDULERS.find(name) is ours.PARAM_SCHEDULERS.get(name) is found
+    # A class of mmengine's own, as code without the recipe imports it.
+    assert adapted(getattr(theirs, name)) is adapted(found) is found
+
+
+@pytest.mark.parametrize(
+    ("registry", "name"),
+    [
+        ("PARAM_SCHEDULERS", "OneCycleLR"),
+        ("PARAM_SCHEDULERS", "ReduceOnPlateauMomentum"),
+        ("HOOKS", "CheckpointHook"),
+        ("DATASETS", "ConcatDataset"),
+        ("METRICS", "DumpResults"),
+        ("MODELS", "MomentumAnnealingEMA"),
+    ],
+)
+def test_what_only_mmengine_has_is_found_whatever_was_imported(
+    registry: str, name: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import warnings
+warnings.simplefilter("ignore")
+from hooktrain.compat.mmengine import {registry}
+assert {registry}.get("{name}").__name__ == "{name}"
+""")
+    done = run_program(script)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_type_is_found_by_build_param_scheduler_whatever_was_imported(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from hooktrain.compat.mmengine import OptimWrapper, build_param_scheduler
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+cfg = dict(type="CosineRestartLR", periods=[2], restart_weights=[1], eta_min=0.0)
+[scheduler] = build_param_scheduler(cfg, OptimWrapper(optimizer))
+assert optimizer.param_groups[0]["initial_lr"] == 0.5
+""")
+    done = run_program(script)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_last_step_has_exactly_the_final_value() -> None:
