@@ -58,7 +58,7 @@ def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             changes = any(letter in mode for letter in "wax+")
         if changes and handler is None:
             path = on_disk(path)
-        if not self._is_strict:
+        if not PathHandler._strict_kwargs_check:
             known = signature(function).parameters
             kwargs = {key: kwargs[key] for key in kwargs.keys() & known}
         return function(self.get_local_path(path), *args, **kwargs)
@@ -86,7 +86,17 @@ def _make(function: Callable[[str, str], Any]) -> Callable[..., bool]:
     return make
 
 
-_copy = _make(shutil.copyfile)
+_copy_local = _make(shutil.copyfile)
+
+
+def _copy(
+    source: str, target: AnyPath, overwrite: bool = False, **options: Any
+) -> bool:
+    """Copy a local file to a path, or to an address by its handler's ``_copy_from_local``."""
+    handler: Any = PathManager._handler_of(target)
+    if handler is None:
+        return _copy_local(source, target, overwrite)
+    return handler._copy_from_local(source, target, overwrite, **options)  # type: ignore[no-any-return]
 
 
 class _PathManager:
@@ -94,7 +104,6 @@ class _PathManager:
 
     def __init__(self) -> None:
         self._handlers: dict[str, PathHandler] = {}
-        self._is_strict = True
 
     def __call__(self) -> "_PathManager":
         """Itself: iopath's class has the name of detectron2's object."""
@@ -112,7 +121,6 @@ class _PathManager:
             if prefix in self._handlers and not allow_override:
                 raise KeyError(f"{prefix!r} has a handler: {self._handlers[prefix]!r}")
             register_scheme(prefix, handler._get_local_path)
-            handler._strict_kwargs_check = self._is_strict
             self._handlers[prefix] = handler
 
     def _handler_of(self, path: AnyPath) -> PathHandler | None:
@@ -129,32 +137,10 @@ class _PathManager:
 
     def set_strict_kwargs_checking(self, enable: bool) -> None:
         """Say whether arguments that a method does not know are refused, or left out."""
-        self._is_strict = enable
-        for handler in self._handlers.values():
-            handler._strict_kwargs_check = enable
+        PathHandler._strict_kwargs_check = enable
 
     def set_logging(self, enable_logging: bool = True) -> None:
         """Do nothing: what is done with files is not logged."""
-
-    def copy(
-        self, source: AnyPath, target: AnyPath, overwrite: bool = False, **options: Any
-    ) -> bool:
-        """Copy a file, by ``_copy`` of a handler of both, or by way of a local file."""
-        handler = self._handler_of(source)
-        own = getattr(handler, "_copy", None)
-        if own and handler is self._handler_of(target):
-            return own(source, target, overwrite, **options)  # type: ignore[no-any-return]
-        local = self.get_local_path(source)
-        return self.copy_from_local(local, target, overwrite, **options)
-
-    def copy_from_local(
-        self, source: AnyPath, target: AnyPath, overwrite: bool = False, **options: Any
-    ) -> bool:
-        """Copy a local file to a path, or to an address by its handler's ``_copy_from_local``."""
-        handler: Any = self._handler_of(target)
-        if handler is None:
-            return _copy(source, target, overwrite)
-        return handler._copy_from_local(source, target, overwrite, **options)  # type: ignore[no-any-return]
 
     open = _by_handler("_open", open)
     opent = _by_handler("_opent", _opent)
@@ -164,6 +150,8 @@ class _PathManager:
     ls = _by_handler("_ls", os.listdir)
     mkdirs = _by_handler("_mkdirs", partial(os.makedirs, exist_ok=True))
     rm = _by_handler("_rm", os.remove)
+    copy = _by_handler("_copy", _copy)
+    copy_from_local = _by_handler("_copy_from_local", _copy)
     mv = _by_handler("_mv", _make(shutil.move))
     symlink = _by_handler("_symlink", _make(os.symlink))
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from functools import cached_property, reduce
 from operator import add
 from typing import Any, ClassVar
@@ -171,9 +171,7 @@ class _AtOnce(Executor):
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
+        fn(*args, **kwargs)
 
 
 class SimpleTrainer(engine.SimpleTrainer, TrainerBase):

@@ -6,8 +6,6 @@ where that is installed; else it is an ImportError.
 """
 
 import logging
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from hooktrain.engine import *
@@ -15,7 +13,6 @@ from hooktrain.model import *
 from hooktrain.solver import *
 from hooktrain.strategy import *
 from hooktrain.strategy.environment import set_random_seed as set_random_seed
-from hooktrain.utils import comm
 from hooktrain.utils.comm import (
     get_rank as get_rank,
     get_world_size as get_world_size,
@@ -46,14 +43,12 @@ from hooktrain.compat.mmengine.model import (
     BaseModel as BaseModel,
     BaseModule as BaseModule,
     ExponentialMovingAverage as ExponentialMovingAverage,
-    ImgDataPreprocessor as ImgDataPreprocessor,
     MMDistributedDataParallel as MMDistributedDataParallel,
     MMSeparateDistributedDataParallel as MMSeparateDistributedDataParallel,
     ModuleDict as ModuleDict,
     ModuleList as ModuleList,
     Sequential as Sequential,
     StochasticWeightAverage as StochasticWeightAverage,
-    convert_sync_batchnorm as convert_sync_batchnorm,
     detect_anomalous_params as detect_anomalous_params,
 )
 from hooktrain.compat.mmengine.optim_wrapper import (
@@ -101,6 +96,7 @@ _MODULES = (
     "mmengine.evaluator.metric",
     "mmengine.optim",
     "mmengine.optim.scheduler",
+    "mmengine.optim.scheduler.momentum_scheduler",
 )
 
 
@@ -114,23 +110,6 @@ def __getattr__(name: str) -> Any:
         "does; or it comes from mmengine, where that is installed"
     )
     return adapted(of_peers(name, _MODULES, otherwise))
-
-
-def get_dist_info(group: Any = None) -> tuple[int, int]:
-    """The rank and the number of ranks."""
-    return comm.get_rank(), comm.get_world_size()
-
-
-def master_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called on the main process only, and gives None on the others."""
-
-    @wraps(function)
-    def on_main(*args: Any, **kwargs: Any) -> Any:
-        if comm.is_main_process():
-            return function(*args, **kwargs)
-        return None
-
-    return on_main
 
 
 class MMLogger:

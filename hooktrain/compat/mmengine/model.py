@@ -1,8 +1,7 @@
-"""MMEngine's base classes of models, its preprocessor of images, wrappers and averages."""
+"""MMEngine's base classes of models, wrappers and averages."""
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
@@ -160,117 +159,6 @@ class BaseDataPreprocessor(models.BaseDataPreprocessor):
         super().__init__()
 
 
-@MODELS.register_module()
-class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Makes one normalised batch of images, which may have different sizes.
-
-    In this order: reverse the channels, convert to float32, subtract the mean and divide by the
-    standard deviation, pad at the right and the bottom, stack.
-
-    Args:
-        mean: of each channel, or one for all, in the order of channels after reversing. Given
-            with ``std``, or both None for no normalisation.
-        std: standard deviations of the channels, as many.
-        pad_size_divisor: height and width are padded to the largest of the batch, rounded up to a
-            multiple of this. At least 1.
-        pad_value: what is padded with, after normalisation.
-        bgr_to_rgb: reverse the order of the channels.
-        rgb_to_bgr: the same.
-        non_blocking: see :class:`BaseDataPreprocessor`.
-
-    Attributes:
-        mean: float32 of shape (C, 1, 1) or (1, 1, 1), whatever the model is cast to; or None.
-        std: the same.
-
-    Raises:
-        ValueError: for an argument out of range.
-    """
-
-    def __init__(
-        self,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        pad_size_divisor: int = 1,
-        pad_value: float = 0,
-        bgr_to_rgb: bool = False,
-        rgb_to_bgr: bool = False,
-        non_blocking: bool = False,
-    ) -> None:
-        super().__init__(non_blocking)
-        if (mean is None) != (std is None):
-            raise ValueError(
-                f"mean and std belong together, but got {mean!r} and {std!r}"
-            )
-        self.mean, self.std = map(_of_channels, (mean, std))
-        self.pad_size_divisor = pad_size_divisor
-        self.pad_value = pad_value
-        self._reverse = bgr_to_rgb or rgb_to_bgr
-        self._needs_three = self._reverse or len(mean or ()) == 3
-
-    def forward(
-        self, data: Mapping[str, Any], training: bool = False
-    ) -> dict[str, Any]:
-        """Turn a batch into the arguments of the model's forward.
-
-        Args:
-            data: has the images under ``"inputs"``: a list or tuple of shapes (C, H, W), or one
-                tensor of shape (N, C, H, W), of any data type. Other entries are kept.
-            training: makes no difference.
-
-        Returns:
-            A dict with all of ``data`` on the device: ``inputs`` of shape (N, C, H, W), float32,
-            and ``data_samples``, None if there were none.
-
-        Raises:
-            KeyError: if there is no ``"inputs"``.
-            TypeError: if ``data`` is not a dict.
-            ValueError: if the images have another shape.
-        """
-        moved = {**self.cast_data(data)}
-        images = moved["inputs"]
-        # One tensor is normalised at once, a list image by image.
-        parts = [images]
-        if not isinstance(images, Tensor):
-            parts = [image[None] for image in images]
-        height = self._rounded_up(max(part.shape[-2] for part in parts))
-        width = self._rounded_up(max(part.shape[-1] for part in parts))
-        padded = []
-        for part in parts:
-            values = self._normalized(part)
-            margins = (0, width - part.shape[-1], 0, height - part.shape[-2])
-            padded.append(nn.functional.pad(values, margins, value=self.pad_value))
-        moved["inputs"] = torch.cat(padded).contiguous()
-        moved.setdefault("data_samples", None)
-        return moved
-
-    def _rounded_up(self, length: int) -> int:
-        return math.ceil(length / self.pad_size_divisor) * self.pad_size_divisor
-
-    def _normalized(self, images: Tensor) -> Tensor:
-        # Other shapes would be broadcast.
-        if images.ndim != 4 or (self._needs_three and images.shape[1] != 3):
-            raise ValueError(
-                "inputs must be images of shape (C, H, W), with three channels if these "
-                f"are reversed or have a mean each, but got {tuple(images.shape[1:])}"
-            )
-        if self._reverse:
-            images = images.flip(1)
-        images = images.float()
-        if self.mean is None or self.std is None:
-            return images
-        # Kept on the device of the images, so that one batch alone waits for the copy.
-        self.mean = self.mean.to(images.device)
-        self.std = self.std.to(images.device)
-        return (images - self.mean) / self.std
-
-
-def _of_channels(values: Sequence[float] | None) -> Tensor | None:
-    # Not a buffer: those lose digits where a model is cast to half precision.
-    if values is None:
-        return None
-    return torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1)
-
-
 def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     """Log, as errors, the trainable parameters that get no gradient from a loss.
 
@@ -375,23 +263,25 @@ class BaseAveragedModel(models.BaseAveragedModel):
                 self._averaged.add(name)
 
     def avg_func(
-        self, averaged_param: Tensor, source_param: Tensor, steps: int
+        self, averaged_param: Tensor, source_param: Tensor, steps: Any
     ) -> None:
         """Average one tensor in place, by :meth:`blending_weight`.
 
         Args:
             averaged_param: the average, to be changed.
             source_param: the present value.
-            steps: the number of updates before this one, a multiple of ``interval``.
+            steps: the number of updates before this one, a multiple of ``interval``. It is an
+                int64 tensor, as in MMEngine, on the CPU.
         """
-        averaged_param.lerp_(source_param, self.blending_weight(steps))
+        averaged_param.lerp_(source_param, self.blending_weight(int(steps)))
 
     def _average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        steps = torch.tensor(self._steps, device="cpu")
         for average, weight in zip(averages, weights, strict=True):
             if self._steps == 0:
                 average.copy_(weight)
             else:
-                self.avg_func(average, weight, self._steps)
+                self.avg_func(average, weight, steps)
 
 
 @MODELS.register_module()
@@ -402,26 +292,3 @@ class ExponentialMovingAverage(BaseAveragedModel, models.ExponentialMovingAverag
 @MODELS.register_module()
 class StochasticWeightAverage(BaseAveragedModel, models.StochasticWeightAverage):
     """:class:`hooktrain.model.StochasticWeightAverage` for MMEngine's subclasses."""
-
-
-def convert_sync_batchnorm(
-    module: nn.Module, implementation: str = "torch"
-) -> nn.Module:
-    """Make each batch norm of a model a :class:`torch.nn.SyncBatchNorm`.
-
-    Convert before the model is wrapped in DistributedDataParallel. torch refuses these layers on
-    the CPU.
-
-    Args:
-        module: the model.
-        implementation: ``"torch"``; MMEngine has others.
-
-    Returns:
-        The model with other layers in it; or another layer, if it is one batch norm.
-
-    Raises:
-        ValueError: for another implementation.
-    """
-    if implementation != "torch":
-        raise ValueError(f"implementation must be 'torch', but got {implementation!r}")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-any-return]

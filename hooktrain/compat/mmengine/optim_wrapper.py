@@ -1,16 +1,19 @@
 """Optimizer wrappers with MMEngine's ``get_lr`` and ``get_momentum``."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hooktrain import solver
 from hooktrain.solver.optim_state import State
 from hooktrain.solver.param_groups import ParamGroup
+
+logger = logging.getLogger(__name__)
 
 
 class OptimWrapper(solver.OptimWrapper):
@@ -42,6 +45,8 @@ class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
         ValueError: for another ``loss_scale``.
     """
 
+    _was_entered = False
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -64,13 +69,43 @@ class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
             )
         self.grad_scaler = scaler
 
+    def optim_context(self, model: nn.Module) -> Any:
+        """Compute in the precision of ``dtype`` inside of this context; see the base class."""
+        self._was_entered = True
+        return super().optim_context(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a loss; warn once if no forward pass was in the context."""
+        if not self._was_entered:
+            self._was_entered = True
+            logger.warning(
+                "AmpOptimWrapper changes no precision, since the model has not entered it: its "
+                "train_step needs `with optim_wrapper.optim_context(self):` around the forward pass"
+            )
+        super().backward(loss, **kwargs)
+
     def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned, here or in MMEngine."""
         super().load_state_dict(with_our_names(state_dict))
 
 
 class OptimWrapperDict(solver.OptimWrapperDict):
-    """:class:`hooktrain.solver.OptimWrapperDict` with ``get_lr`` and ``get_momentum``."""
+    """:class:`hooktrain.solver.OptimWrapperDict` with ``get_lr`` and ``get_momentum``.
+
+    As in MMEngine, each optimizer has a loss of its own.
+
+    Raises:
+        NotImplementedError: by ``update_params``, ``backward`` and ``step``, which are those of
+            each wrapper.
+    """
+
+    def _of_each(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"there are several optimizers: call optim_wrapper[name].update_params(loss) for each "
+            f"of {[*self]}; for one loss together take hooktrain.solver.OptimWrapperDict"
+        )
+
+    update_params = backward = step = _of_each
 
     def get_lr(self) -> dict[str, list[float]]:
         """The learning rate of each group, by ``"<name>.lr"``."""
@@ -107,10 +142,12 @@ def with_our_names(state: State) -> dict[str, Any]:
 def as_mmengine(optim_wrapper: Any) -> Any:
     """Give a wrapper of the core's own class the methods above.
 
-    It stays the same object, which gets the class above that extends its own. Other wrappers are
-    returned as they are.
+    It stays the same object, which gets the class above that extends its own; several by name are
+    put into another dict. Other wrappers are returned as they are.
     """
-    for kind in (OptimWrapper, AmpOptimWrapper, OptimWrapperDict):
+    if type(optim_wrapper) is solver.OptimWrapperDict:
+        return OptimWrapperDict(**optim_wrapper)
+    for kind in (OptimWrapper, AmpOptimWrapper):
         if type(optim_wrapper) is getattr(solver, kind.__name__):
             optim_wrapper.__class__ = kind
     return optim_wrapper

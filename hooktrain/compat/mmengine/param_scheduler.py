@@ -10,11 +10,11 @@ chains, overlapping ranges multiply, and in a gap the value stays::
     for scheduler in schedulers:  # after each iteration
         scheduler.step()
 
-Each kind has three classes: ``XxxParamScheduler`` for any number that the parameter groups
-hold, ``XxxLR`` for the learning rate, and ``XxxMomentum`` for the momentum, which is the first
-of Adam's betas where there is no momentum. Five of the first have the names of functions of
-progress in ``hooktrain.solver``, which are other classes. OneCycle, CosineRestart and
-ReduceOnPlateau come from mmengine, where that is installed.
+Each kind has two classes: ``XxxParamScheduler`` for any number that the parameter groups hold,
+and ``XxxLR`` for the learning rate. Five of the first have the names of functions of progress in
+``hooktrain.solver``, which are other classes. ``XxxMomentum``, OneCycle, CosineRestart and
+ReduceOnPlateau come from mmengine, where that is installed, and are made ready by
+:func:`adapted`.
 
 Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
 value where the range begins. All schedulers have the arguments of
@@ -72,6 +72,7 @@ class _ParamScheduler:
         verbose: log each change.
 
     Attributes:
+        total_iters: the last step of the range.
         global_step: the current step. The constructor makes step 0.
         last_step: the current or last step inside the range, from its beginning.
         base_values: the value of each group when it was scheduled for the first time.
@@ -106,6 +107,8 @@ class _ParamScheduler:
             raise ValueError(
                 f"0 <= begin < end and last_step >= -1 must hold, but not in {self!r}"
             )
+        if not hasattr(self, "total_iters"):  # a subclass may have set it
+            self.total_iters = self.end - self.begin - 1
         groups = self.optimizer.param_groups
         self.base_values = [self._base_value(group) for group in groups]
         self.start_values = [*self.base_values]
@@ -115,17 +118,13 @@ class _ParamScheduler:
             self.global_step = self.begin + self.last_step
         self.step()
 
-    def _read(self, group: ParamGroup) -> Any:
-        """The value of a group, a number or a tensor."""
-        return group[self.param_name]
-
     def _write(self, group: ParamGroup, value: float) -> None:
         """Set the value of a group."""
         if self.verbose:
             logger.info(
                 "Step %d: %s becomes %.4e", self.global_step, self.param_name, value
             )
-        old = self._read(group)
+        old = group[self.param_name]
         if isinstance(old, Tensor):
             old.fill_(value)
         else:
@@ -134,7 +133,7 @@ class _ParamScheduler:
     def _base_value(self, group: ParamGroup) -> float:
         key = f"initial_{self.param_name}"
         if self.last_step < 0:
-            group.setdefault(key, float(self._read(group)))
+            group.setdefault(key, float(group[self.param_name]))
         return float(group[key])
 
     @classmethod
@@ -226,7 +225,7 @@ class _ParamScheduler:
 
     def get_last_value(self) -> list[float]:
         """The current value of each group."""
-        return [float(self._read(group)) for group in self.optimizer.param_groups]
+        return [float(group[self.param_name]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The current step and the values, not the arguments."""
@@ -284,7 +283,7 @@ class ConstantParamScheduler(_ParamScheduler):
     factor: float = 1.0 / 3
 
     def _share(self, k: int) -> float:
-        is_last = 0 < k == self.end - self.begin - 1
+        is_last = 0 < k == self.total_iters
         return 1.0 if is_last else self.factor
 
 
@@ -394,7 +393,7 @@ def adapted(found: Any) -> Any:
 
 @cache
 def _adapted(theirs: type) -> type:
-    names = {"__module__": theirs.__module__, "__doc__": theirs.__doc__}
+    names = {"__module__": __package__, "__doc__": theirs.__doc__}
     return type(theirs.__name__, (_OfMMEngine, theirs, _ParamScheduler), names)
 
 
@@ -404,6 +403,10 @@ class _OfMMEngine:
     def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
+        if getattr(self, "use_betas", False):
+            for group in self.optimizer.param_groups:  # type: ignore[attr-defined]
+                # The state of the optimizer shows that they are scheduled.
+                group["initial_betas"] = group["betas"]
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
@@ -415,35 +418,6 @@ class LRSchedulerMixin:
 
     def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
-
-
-class MomentumSchedulerMixin:
-    """Makes the scheduler that follows it among the bases one of the momentum.
-
-    Where the groups have ``betas``, it is the first of them, and ``momentum`` beside them
-    has the same value.
-    """
-
-    def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
-
-    def _read(self, group: ParamGroup) -> Any:
-        if "betas" in group:
-            return group["betas"][0]
-        return group["momentum"]
-
-    def _write(self, group: ParamGroup, value: float) -> None:
-        super()._write(group, value)  # type: ignore[misc]
-        if "betas" in group:
-            _, *others = group["betas"]
-            group["betas"] = (group["momentum"], *others)
-
-    def _base_value(self, group: ParamGroup) -> float:
-        if "betas" in group:
-            # Whoever reads the state of the optimizer sees that they are scheduled.
-            group.setdefault("initial_betas", group["betas"])
-        group["momentum"] = self._read(group)
-        return super()._base_value(group)  # type: ignore[misc, no-any-return]
 
 
 class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
@@ -472,31 +446,3 @@ class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
 
 class PolyLR(LRSchedulerMixin, PolyParamScheduler):
     """:class:`PolyParamScheduler` of the learning rate."""
-
-
-class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
-    """:class:`ConstantParamScheduler` of the momentum."""
-
-
-class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
-    """:class:`LinearParamScheduler` of the momentum."""
-
-
-class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
-    """:class:`StepParamScheduler` of the momentum."""
-
-
-class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
-    """:class:`MultiStepParamScheduler` of the momentum."""
-
-
-class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
-    """:class:`ExponentialParamScheduler` of the momentum."""
-
-
-class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
-    """:class:`CosineAnnealingParamScheduler` of the momentum."""
-
-
-class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
-    """:class:`PolyParamScheduler` of the momentum."""

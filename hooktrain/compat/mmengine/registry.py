@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 from hooktrain.compat.mmengine.param_scheduler import adapted
 from hooktrain.compat.registry import Registry
@@ -61,7 +62,9 @@ def get_registry(name: str) -> Any:
     if find_spec("mmengine") is None:
         return ours or Registry(name)
     theirs: Any = import_module("mmengine.registry")
-    import_module("mmengine.runner")  # which registers what mmengine has
+    with catch_warnings():
+        simplefilter("ignore")  # torch warns of what it imports
+        import_module("mmengine.runner")  # which registers what mmengine has
     if name not in APART:
         return getattr(theirs, name, None)
     root = theirs.Registry(name.lower(), scope="mmengine")

@@ -31,6 +31,7 @@ from hooktrain.solver.build import Wrappers, scale_lr
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy.base import Compile
+from hooktrain.strategy.environment import Launcher
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_step
@@ -86,7 +87,7 @@ class BaseStrategy(strategy.BaseStrategy):
         dispatch_kwargs: the facts about the run that :meth:`prepare` got.
 
     Raises:
-        TypeError: for an unknown name in ``env_kwargs``.
+        TypeError: for an unknown name in ``env_kwargs``; if no subclass of this is made.
     """
 
     optim_wrapper: Wrappers
@@ -102,6 +103,8 @@ class BaseStrategy(strategy.BaseStrategy):
         auto_scale_lr: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if type(self) is BaseStrategy:
+            raise TypeError("make a SingleDeviceStrategy, DDPStrategy or FSDPStrategy")
         self._env_kwargs = dict(env_kwargs or {})
         super().__init__(**_settings(self._env_kwargs), **kwargs)
         self.work_dir = os.path.abspath(on_disk(work_dir))
@@ -615,8 +618,10 @@ class SingleDeviceStrategy(BaseStrategy, strategy.SingleDeviceStrategy):
 
 
 @STRATEGIES.register_module()
-class DDPStrategy(BaseStrategy, strategy.DDPStrategy):
+class DDPStrategy(SingleDeviceStrategy, strategy.DDPStrategy):
     """:class:`hooktrain.strategy.DDPStrategy` as a :class:`BaseStrategy`.
+
+    It is a :class:`SingleDeviceStrategy`, as in MMEngine, which joins other processes.
 
     Args:
         model_wrapper: ``type``, a name in ``MODEL_WRAPPERS`` or a class, and the
@@ -633,6 +638,13 @@ class DDPStrategy(BaseStrategy, strategy.DDPStrategy):
             options["wrapper"] = MODEL_WRAPPERS.find(options.pop("type"))
         super().__init__(ddp=options, **kwargs)
         self.model_wrapper = model_wrapper
+
+    _join_processes = strategy.BaseStrategy._join_processes
+
+    def _setup_distributed(
+        self, launcher: Launcher = "pytorch", *args: Any, **kwargs: Any
+    ) -> None:
+        super()._setup_distributed(launcher, *args, **kwargs)
 
 
 @STRATEGIES.register_module()

@@ -1,16 +1,20 @@
 """Optimizer wrappers that tell their rates and momenta, and take states of MMEngine."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hooktrain import solver
 from hooktrain.compat.mmengine import (
     AmpOptimWrapper,
+    BaseModel,
     CosineAnnealingMomentum,
     OptimWrapper,
     OptimWrapperDict,
+    StepTrainer,
 )
 from hooktrain.compat.mmengine.optim_wrapper import as_mmengine
 from hooktrain.solver.optim_state import without_schedules
@@ -46,12 +50,59 @@ def test_a_wrapper_of_the_core_gets_the_methods_and_stays_the_same_object() -> N
     for given, kind in [
         (wrapper, OptimWrapper),
         (solver.AmpOptimWrapper(optimizer, "bfloat16"), AmpOptimWrapper),
-        (several, OptimWrapperDict),
         (own, Own),
     ]:
         assert as_mmengine(given) is given
         assert type(given) is kind
-    assert several.get_lr() == {"a.lr": [0.1]}  # type: ignore[operator]
+    by_name = as_mmengine(several)
+    assert by_name["a"] is wrapper
+    assert by_name.get_lr() == {"a.lr": [0.1]}
+    # The trainer's own may take one loss for all.
+    assert type(several) is solver.OptimWrapperDict
+
+
+@pytest.mark.parametrize("name", ["update_params", "backward", "step"])
+def test_several_wrappers_say_that_each_takes_its_own_loss(name: str) -> None:
+    model = LinearLoss()
+    several = OptimWrapperDict(one=OptimWrapper(sgd(model)))
+    arguments = [] if name == "step" else [model(batches(1)[0])]
+    with pytest.raises(NotImplementedError, match=r"several.*\['one'\]"):
+        getattr(several, name)(*arguments)
+    before = [parameter.clone() for parameter in model.parameters()]
+    several["one"].update_params(model(batches(1)[0]))
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+class OwnStep(BaseModel):
+    """A model with a step of its own, which may forget the context."""
+
+    def __init__(self, enters: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+        self.enters = enters
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "") -> Any:
+        return self.fc(inputs)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        context = optim_wrapper.optim_context(self) if self.enters else nullcontext()
+        with context:
+            outputs = self(data)
+        self.dtype = outputs.dtype
+        loss = outputs.float().square().mean()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_a_model_that_never_enters_mixed_precision_is_told_once(
+    enters: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = OwnStep(enters)
+    wrapper = AmpOptimWrapper(sgd(model), "bfloat16")
+    StepTrainer(model, [torch.ones(2, 4)], wrapper).train(0, 3)
+    assert model.dtype is (torch.bfloat16 if enters else torch.float32)
+    assert caplog.text.count("optim_context(self)") == (not enters)
 
 
 def test_the_scaler_of_mmengine_resumes() -> None:

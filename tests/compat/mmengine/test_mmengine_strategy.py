@@ -93,6 +93,27 @@ def test_what_a_subclass_overrides_is_called_in_the_written_order(
     assert calls == ORDER
 
 
+def test_the_classes_are_related_as_in_mmengine() -> None:
+    assert issubclass(DDPStrategy, SingleDeviceStrategy)
+    with pytest.raises(TypeError, match="make a SingleDeviceStrategy"):
+        BaseStrategy()
+    # A subclass that defines what it needs may be made.
+    assert type("Own", (BaseStrategy,), {})(device="cpu").seed is not None
+
+
+def test_processes_are_joined_by_the_launcher_of_torch_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in torchrun().items():
+        monkeypatch.setenv(name, value)
+    made = DDPStrategy(device="cpu")
+    try:
+        made._setup_distributed(backend="gloo")
+        assert (made.distributed, made.world_size) == (True, 1)
+    finally:
+        leave_processes()
+
+
 def test_what_a_subclass_saves_and_loads_by_is_called(tmp_path: Path) -> None:
     saving = ["model_state_dict", "optim_state_dict", "scheduler_state_dict"]
     loading = [f"load_{name}" for name in saving]

@@ -199,6 +199,15 @@ assert optimizer.param_groups[0]["initial_lr"] == 0.5
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize("family", ["Constant", "Linear", "Poly"])
+def test_total_iters_is_that_of_mmengine(family: str) -> None:
+    made = [
+        getattr(library, f"{family}LR")(sgd(1.0), begin=3, end=30)
+        for library in (ours, theirs)
+    ]
+    assert [scheduler.total_iters for scheduler in made] == [26, 26]
+
+
 def test_the_last_step_has_exactly_the_final_value() -> None:
     optimizer = sgd(1.0)
     scheduler = PolyLR(optimizer, eta_min=0.25, end=30)
