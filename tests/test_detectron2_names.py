@@ -57,7 +57,6 @@ SIGNATURES = {
     "engine.hooks.LRScheduler.get_best_param_group_id": "optimizer",
     "engine.hooks.PeriodicWriter": "writers, period=20",
     "engine.hooks.PreciseBN": "period, model, data_loader, num_iter",
-    "compat.detectron2.TorchMemoryStats": "period=20, max_runs=10",
     "engine.hooks.TorchProfiler": (
         "enable_predicate, output_dir, *, activities=None, save_tensorboard=True"
     ),
@@ -80,7 +79,6 @@ SIGNATURES = {
     "events.JSONWriter": "json_file, window_size=20",
     "events.TensorboardXWriter": "log_dir, window_size=20, **kwargs",
     "utils.comm.all_gather": "data, group=None",
-    "compat.detectron2.create_local_process_group": "num_workers_per_machine",
     "compat.detectron2.gather": "data, dst=0, group=None",
     "compat.detectron2.reduce_dict": "input_dict, average=True",
     "compat.detectron2.seed_all_rng": "seed=None",
@@ -95,7 +93,6 @@ SIGNATURES = {
     "compat.registry.Registry.get": "self, name",
     "compat.registry.Registry.register": "self, obj",
     "utils.names.locate": "name",
-    "compat.detectron2.Timer": "",
     "checkpoint.Checkpointer": "model, save_dir='', *, save_to_disk=True, **checkpointables",
     "checkpoint.Checkpointer.add_checkpointable": "self, key, checkpointable",
     "checkpoint.Checkpointer.load": "self, path, checkpointables=None",
@@ -162,14 +159,12 @@ engine.hooks.PreciseBN: update_stats
 events.EventStorage: clear_histograms clear_images histories latest smoothing_hints step
 events.EventWriter: close write
 events.HistoryBuffer: global_avg latest values
-compat.detectron2.Timer: avg_seconds is_paused pause reset resume seconds
 checkpoint.Checkpointer: get_checkpoint_file has_checkpoint
 compat.detectron2.Checkpointer: get_all_checkpoint_files
 evaluation.DatasetEvaluator: evaluate reset
 """
 FUNCTIONS = """
 events: get_event_storage has_event_storage
-compat.detectron2: get_local_process_group
 utils.comm: get_local_rank get_local_size get_rank get_world_size
 utils.comm: is_main_process shared_random_seed synchronize
 utils.collect_env: collect_env_info

@@ -27,7 +27,7 @@ def named_hooks(hooks: Iterable[HookBase]) -> dict[str, HookBase]:
 
 
 def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
-    """The index at which a hook is inserted: behind the last hook of its phase or an earlier one.
+    """The index at which a hook is inserted: behind the last hook that does not come after it.
 
     Raises:
         ValueError: for an unknown phase.
@@ -37,9 +37,13 @@ def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
             f"{type(hook).__qualname__}.phase must be one of {PHASES}, not "
             f"{hook.phase!r}{did_you_mean(str(hook.phase), PHASES)}"
         )
-    own = PHASES.index(hook.phase)
-    later = (i for i, each in enumerate(hooks) if PHASES.index(each.phase) > own)
+    own = _place(hook)
+    later = (i for i, each in enumerate(hooks) if _place(each) > own)
     return next(later, len(hooks))
+
+
+def _place(hook: HookBase) -> tuple[int, int]:
+    return PHASES.index(hook.phase), hook.order
 
 
 def place_beside(

@@ -41,9 +41,7 @@ from hooktrain.compat.detectron2.checkpoint import (
     PeriodicCheckpointer as PeriodicCheckpointer,
 )
 from hooktrain.compat.detectron2.collectives import (
-    create_local_process_group as create_local_process_group,
     gather as gather,
-    get_local_process_group as get_local_process_group,
     reduce_dict as reduce_dict,
 )
 from hooktrain.compat.detectron2.config import (
@@ -65,6 +63,7 @@ from hooktrain.compat.detectron2.data import (
 from hooktrain.compat.detectron2.default_trainer import (  # type: ignore[assignment]
     BestCheckpointer as BestCheckpointer,
     DefaultTrainer as DefaultTrainer,
+    EvalHook as EvalHook,
     LRScheduler as LRScheduler,
 )
 from hooktrain.compat.detectron2.functions import (  # type: ignore[assignment]
@@ -82,10 +81,7 @@ from hooktrain.compat.detectron2.paths import (
     PathManager as PathManager,
     g_pathmgr as g_pathmgr,
 )
-from hooktrain.compat.detectron2.profiling import (
-    AutogradProfiler as AutogradProfiler,
-    TorchMemoryStats as TorchMemoryStats,
-)
+from hooktrain.compat.detectron2.profiling import AutogradProfiler as AutogradProfiler
 from hooktrain.compat.detectron2.solver import (
     StepParamScheduler as StepParamScheduler,
     StepWithFixedGammaParamScheduler as StepWithFixedGammaParamScheduler,
@@ -99,10 +95,8 @@ from hooktrain.compat.detectron2.trainers import (
     TrainerBase as TrainerBase,
 )
 from hooktrain.compat.detectron2.utils import (  # type: ignore[assignment]
-    _CURRENT_STORAGE_STACK as _CURRENT_STORAGE_STACK,
     CommonMetricPrinter as CommonMetricPrinter,
     TensorboardXWriter as TensorboardXWriter,
-    Timer as Timer,
     create_small_table as create_small_table,
     log_every_n_seconds as log_every_n_seconds,
     log_first_n as log_first_n,

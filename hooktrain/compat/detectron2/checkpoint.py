@@ -16,7 +16,7 @@ from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, wit
 from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.compat.detectron2.functions import CONFIG
 from hooktrain.compat.detectron2.paths import PathManager
-from hooktrain.engine import hooks
+from hooktrain.engine import TrainerBase, hooks
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, publish
 from hooktrain.utils.periods import in_iterations
@@ -238,7 +238,8 @@ class DetectionCheckpointer(Checkpointer):
 class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
     """A :class:`hooktrain.engine.hooks.PeriodicCheckpointer` that also serves loops without hooks.
 
-    Such a loop calls :meth:`step` after each iteration, on all ranks or on one.
+    Such a loop calls :meth:`step` after each iteration, on all ranks or on one. So does this hook
+    in a trainer that is not hooktrain's, such as one that was copied from detectron2.
 
     Args:
         checkpointer: the Checkpointer to save with.
@@ -265,14 +266,22 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
         self.max_iter = max_iter
         self._has_begun = False
 
+    def _begin(self, *, is_new: bool) -> None:
+        self._has_begun = True
+        super()._begin(is_new=is_new)
+
+    def after_train(self) -> None:
+        """Save the final checkpoint of a run that was stopped early; wait for the disk."""
+        if isinstance(self.trainer, TrainerBase):
+            super().after_train()
+
     def step(self, iteration: int, **extra: Any) -> None:
         """Save if the iteration ends a period or the run; see the base class."""
-        if self.trainer is not None:
+        if isinstance(self.trainer, TrainerBase):
             super().step(iteration, **extra)
             return
         self.on_every_rank = False  # nothing is exchanged before a save
         if not self._has_begun:
-            self._has_begun = True
             self._begin(is_new=iteration == 0)
         is_due = (iteration + 1) % in_iterations(self.period.every, None) == 0
         if is_due or self._is_last(iteration):

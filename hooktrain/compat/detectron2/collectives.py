@@ -1,7 +1,6 @@
 """The functions of detectron2's ``comm`` that only its scripts call."""
 
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,43 +10,6 @@ from torch.distributed import ProcessGroup
 from hooktrain.utils import comm
 
 _T = TypeVar("_T")
-
-# The keys are default groups, so that no entry outlives destroy_process_group().
-_local_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
-
-
-def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Say which ranks share a machine, where neither ``launch()`` nor torchrun has said so.
-
-    :func:`get_local_process_group` makes the group when it is called first.
-
-    Args:
-        num_workers_per_machine: how many successive ranks run on each machine. The last one may
-            have fewer.
-    """
-    rank = comm.get_rank() % num_workers_per_machine
-    first = comm.get_rank() - rank
-    size = min(num_workers_per_machine, comm.get_world_size() - first)
-    comm.set_local_part(rank, size)
-    _local_groups.pop(dist.group.WORLD, None)
-
-
-def get_local_process_group() -> ProcessGroup:
-    """The process group of this machine. The first call is collective.
-
-    Raises:
-        RuntimeError: if it is unknown which ranks share a machine.
-    """
-    world = dist.group.WORLD
-    rank, size = comm.local_part()
-    if world not in _local_groups:
-        first = comm.get_rank() - rank
-        # Each rank makes the group of its own machine only: NCCL splits its communicator
-        # for each group that a rank makes.
-        _local_groups[world] = dist.new_group(  # type: ignore[assignment, unused-ignore]
-            range(first, first + size), use_local_synchronization=True
-        )
-    return _local_groups[world]
 
 
 def gather(data: _T, dst: int = 0, group: ProcessGroup | None = None) -> list[_T]:

@@ -3,7 +3,8 @@
 import logging
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hooktrain.engine import hooks
 from hooktrain.engine.defaults import create_ddp_model, default_writers
 from hooktrain.evaluation import (
     DatasetEvaluator,
+    flatten_results_dict,
     inference_on_dataset,
     print_csv_format,
 )
@@ -64,28 +66,54 @@ class BestCheckpointer(hooks.BestCheckpointer):
         """The results are in the storage."""
 
     def after_step(self) -> None:
-        """Look at the metric where a period ends."""
-        if self._period.is_due_or_last(self.trainer):
+        """Look at the metric where a period ends; at the last one :meth:`after_train` does."""
+        if not self.trainer.is_last and self._period.is_due(self.trainer):
             self._best_checking()
 
     def after_train(self) -> None:
-        """Look at the metric of an evaluation that came behind the last iteration."""
+        """Look at the metric of the final evaluation."""
         if self.trainer.succeeded:
             self._best_checking()
         super().after_train()
 
     def _best_checking(self) -> None:
         """Save the model if the latest value is of these weights, and the best one."""
-        latest = self.trainer.storage.latest().get(self._val_metric, (0.0, -1))
-        if (
-            self.on_every_rank
-        ):  # the main process may be the only one that knows the metric
+        storage, name = self.trainer.storage, self._val_metric
+        # A result of an evaluation goes before a metric of the training that has its name.
+        known = storage.histories() | storage.results()
+        latest = known[name].tail(1)[0] if name in known else (0.0, -1)
+        if self.on_every_rank:  # perhaps the main process alone knows the metric
             latest = comm.broadcast(latest)
         value, measured_at = latest
         if measured_at < self.trainer.done - 1:
-            logger.warning("%r has no value of this iteration", self._val_metric)
+            logger.warning("%r has no value of this iteration", name)
         else:
             self._judge(value)
+
+
+class EvalHook(hooks.EvalHook):
+    """A :class:`hooktrain.engine.hooks.EvalHook` whose function must give numbers, nested or not.
+
+    Raises:
+        ValueError: in a run, for another result.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._func = partial(_only_numbers, self._func)
+
+
+def _only_numbers(evaluate: Callable[[], Any]) -> Any:
+    results = evaluate()
+    for name, value in flatten_results_dict(results or {}).items():
+        try:
+            float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                "[EvalHook] eval_function should return a nested dict of float. "
+                f"Got '{name}: {value}' instead."
+            ) from error
+    return results
 
 
 class LRScheduler(hooks.LRScheduler):
@@ -197,7 +225,7 @@ class DefaultTrainer(TrainerBase):
             LRScheduler(),
             precise,
             PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
-            hooks.EvalHook(period, test_and_save_results),
+            EvalHook(period, test_and_save_results),
             hooks.PeriodicWriter(self.build_writers(), period=20),
         ]
 

@@ -34,6 +34,7 @@ _MODULES = (
     "detectron2.solver.lr_scheduler",
     "detectron2.utils",
     "detectron2.utils.collect_env",
+    "detectron2.utils.comm",
     "detectron2.utils.env",
     "detectron2.utils.events",
     "detectron2.utils.file_io",
@@ -44,13 +45,14 @@ _MODULES = (
     "fvcore.common.checkpoint",
     "fvcore.common.config",
     "fvcore.common.file_io",
+    "fvcore.common.timer",
     "fvcore.nn.precise_bn",
     "iopath.common.file_io",
     "omegaconf",
 )
 
 # The packages of names that are not detectron2's.
-_OWNERS = {"CfgNode": "fvcore"} | dict.fromkeys(
+_OWNERS = {"CfgNode": "fvcore", "Timer": "fvcore"} | dict.fromkeys(
     ("LazyPath", "PathManagerFactory", "file_lock", "get_cache_dir"), "iopath"
 )
 

@@ -12,7 +12,6 @@ from typing import Any
 from tabulate import tabulate
 
 from hooktrain import events
-from hooktrain.events.storage import _entered as entered
 from hooktrain.utils import logger as core
 from hooktrain.utils.file_io import AnyPath
 
@@ -134,89 +133,9 @@ class CommonMetricPrinter(events.CommonMetricPrinter):
         return "".join(shown).removeprefix("eta: ")
 
 
-class _StorageStack:
-    """The storages that are entered, the innermost last, as a list that may be changed."""
-
-    def __len__(self) -> int:
-        return len(entered.get())
-
-    def __getitem__(self, place: int) -> events.EventStorage:
-        return entered.get()[place]
-
-    def append(self, storage: events.EventStorage) -> None:
-        """Enter a storage."""
-        entered.set((*entered.get(), storage))
-
-    def pop(self) -> events.EventStorage:
-        """Leave the innermost storage."""
-        *outer, innermost = entered.get()
-        entered.set(tuple(outer))
-        return innermost
-
-
-_CURRENT_STORAGE_STACK = _StorageStack()
-
-
 class TensorboardXWriter(events.TensorboardXWriter):
     """A :class:`hooktrain.events.TensorboardXWriter` with the name that subclasses read."""
 
     @property
     def _writer(self) -> Any:
         return self.summary_writer
-
-
-class Timer:
-    """Measures seconds on a clock that never jumps; runs from its construction on.
-
-    Example:
-        >>> timer = Timer()
-        >>> timer.pause()
-        >>> timer.is_paused()
-        True
-        >>> timer.resume()
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Start again from zero, running."""
-        self._began_at = time.perf_counter()
-        self._paused_at: float | None = None
-        self._starts = 1
-
-    def pause(self) -> None:
-        """Stop counting.
-
-        Raises:
-            ValueError: the timer is paused already.
-        """
-        if self.is_paused():
-            raise ValueError("cannot pause a Timer that is paused; call resume() first")
-        self._paused_at = time.perf_counter()
-
-    def is_paused(self) -> bool:
-        """Whether the timer is paused."""
-        return self._paused_at is not None
-
-    def resume(self) -> None:
-        """Go on counting.
-
-        Raises:
-            ValueError: the timer is running.
-        """
-        if not self.is_paused():
-            raise ValueError(
-                "cannot resume a Timer that is running; call pause() first"
-            )
-        self._began_at = time.perf_counter() - self.seconds()
-        self._paused_at = None
-        self._starts += 1
-
-    def seconds(self) -> float:
-        """The seconds since the last reset, without the pauses."""
-        return (self._paused_at or time.perf_counter()) - self._began_at
-
-    def avg_seconds(self) -> float:
-        """The seconds since the last reset, divided by the number of starts (one plus resumes)."""
-        return self.seconds() / self._starts

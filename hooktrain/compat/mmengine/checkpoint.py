@@ -73,20 +73,16 @@ def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_mmengine(
-    state: Mapping[str, Any],
-    epoch_length: int | None = None,
-    *,
-    paramwise_cfg: bool = False,
-    ema: bool = True,
+    state: Mapping[str, Any], epoch_length: int | None = None, *, ema: bool = True
 ) -> dict[str, Any]:
     """A checkpoint of a trainer or of a strategy as MMEngine's, which strategies load too.
 
-    Save the result; ``Runner(..., load_from=path, resume=True)`` of MMEngine goes on with it.
+    Save the result; ``Runner(..., load_from=path, resume=True)`` of MMEngine goes on with it,
+    unless its optimizer has a ``paramwise_cfg``, and so a group for each parameter.
 
     Args:
         state: is not changed.
         epoch_length: ``len(loader)``. MMEngine's runner needs it.
-        paramwise_cfg: whether the optimizer there has one, and so a group for each parameter.
         ema: an average is saved as its EMAHook does, as the model. False leaves it out, as
             for a strategy.
     """
@@ -110,8 +106,6 @@ def to_mmengine(
         "optimizer": optimizer,
         "param_schedulers": schedulers,
     }
-    if paramwise_cfg:
-        _split_groups(converted)
     if ema and "EMA" in hooks:
         average = converted["ema_state_dict"] = dict(hooks["EMA"])
         _swap(converted["state_dict"], average)
@@ -124,19 +118,3 @@ def _swap(model: dict[str, Any], average: dict[str, Any]) -> None:
         key = f"module.{name}"
         model[name] = average[key]
         average[key] = value
-
-
-def _split_groups(state: dict[str, Any]) -> None:
-    """Make a group for each parameter, in the model's order."""
-    optimizer = state["optimizer"]
-    split = {}
-    for home, group in enumerate(optimizer["param_groups"]):
-        for name in group["params"]:
-            split[name] = home, {**group, "params": [name]}
-    found = [split[name] for name in state["state_dict"] if name in split]
-    optimizer["param_groups"] = [group for _, group in found]
-    schedulers = [dict(scheduler) for scheduler in state["param_schedulers"]]
-    for scheduler in schedulers:
-        for key in ("base_values", "_last_value"):
-            scheduler[key] = [scheduler[key][home] for home, _ in found]
-    state["param_schedulers"] = schedulers

@@ -1,8 +1,8 @@
 """MMEngine's hooks, which know the trainer as a runner."""
 
 import logging
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial, wraps
 from typing import Any
 
 from hooktrain.compat.mmengine.runner import Runner
@@ -12,6 +12,18 @@ from hooktrain.evaluation import DatasetEvaluator
 from hooktrain.utils import names
 
 logger = logging.getLogger(__name__)
+
+PRIORITIES = {
+    "HIGHEST": 0,
+    "VERY_HIGH": 10,
+    "HIGH": 30,
+    "ABOVE_NORMAL": 40,
+    "NORMAL": 50,
+    "BELOW_NORMAL": 60,
+    "LOW": 70,
+    "VERY_LOW": 90,
+    "LOWEST": 100,
+}
 
 _ELSEWHERE = {
     "before_save_checkpoint": "return what is to be saved from state_dict()",
@@ -45,7 +57,7 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
             return
         runner = Runner(self.trainer)
         if method.__name__ == "before_train":
-            _join_evaluations(self.trainer)
+            self._join_evaluations()
             self.before_run(runner)
         method(self, runner)
         if method.__name__ == "after_train":
@@ -54,28 +66,16 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
     return event
 
 
-def _join_evaluations(trainer: Any) -> None:
-    for hook in trainer._hooks:
-        if not isinstance(hook, EvalHook):
-            continue
-        if getattr(hook._func, "func", None) is not _validate:
-            hook._func = partial(_validate, trainer, hook._func)
-
-
-def _validate(trainer: Any, evaluate: Callable[[], Any]) -> Any:
-    """Call the function of an EvalHook between the events of all hooks."""
+def _call_all(trainer: Any, *events: str) -> None:
+    """Call events of a validation, one after the other, of all hooks of MMEngine's kind."""
     runner = Runner(trainer, ahead=1, epoch_ahead=1)
-    hooks = [hook for hook in trainer._hooks if isinstance(hook, Hook)]
-    for hook in hooks:
-        hook.before_val(runner)
-    for hook in hooks:
-        hook.before_val_epoch(runner)
-    metrics = evaluate() or {}
-    for hook in hooks:
-        hook.after_val_epoch(runner, metrics=metrics)
-    for hook in hooks:
-        hook.after_val(runner)
-    return metrics
+    for event in events:
+        for hook in _of_mmengine(trainer):
+            getattr(hook, event)(runner)
+
+
+def _of_mmengine(trainer: Any) -> list["Hook"]:
+    return [hook for hook in trainer.hooks if isinstance(hook, Hook)]
 
 
 def _of_mode(event: str, mode: str) -> Callable[..., None]:
@@ -115,14 +115,41 @@ class Hook(HookBase, DatasetEvaluator):
         inference_on_dataset(model, loader, [metric, hook], step="val_step")
         # hook.after_val_iter(runner, batch_idx, data_batch, outputs)
 
-    A warning names the overridden events that nothing else calls. Hooks run in the order of their
-    registration, whatever their priority.
+    A warning names the overridden events that nothing else calls.
+
+    Attributes:
+        priority: a name such as ``"LOW"``, or a number from 0 to 100, which is read when the hook
+            is registered. Of these hooks the one with the smaller number runs first, and of equal
+            ones the one that was registered first. Above ``NORMAL`` they also run before schedules
+            and averages; at ``VERY_LOW`` and below behind evaluations, writers and checkpoints.
 
     Raises:
         TypeError: when a subclass is defined that overrides an event of a checkpoint.
+        ValueError: when it is registered, for an unknown priority.
     """
 
-    priority = "NORMAL"
+    priority: Any = "NORMAL"
+
+    @cached_property
+    def phase(self) -> str:  # type: ignore[override]
+        """The phase of the priority; see :class:`hooktrain.engine.HookBase`."""
+        if self.order < PRIORITIES["NORMAL"]:
+            return "time"
+        return "run" if self.order < PRIORITIES["VERY_LOW"] else "end"
+
+    @cached_property
+    def order(self) -> int:  # type: ignore[override]
+        """The number of the priority."""
+        priority = getattr(
+            self.priority, "value", self.priority
+        )  # mmengine has an enum
+        number = PRIORITIES.get(str(priority).upper(), priority)
+        if not isinstance(number, int):
+            raise ValueError(
+                f"the priority of {type(self).__qualname__} must be a number or one of "
+                f"{[*PRIORITIES]}, not {priority!r}"
+            )
+        return number
 
     def __init_subclass__(cls) -> None:
         names.refuse_overrides(cls, _ELSEWHERE)
@@ -165,9 +192,6 @@ class Hook(HookBase, DatasetEvaluator):
         """Call the events before an iteration."""
         runner = Runner(self.trainer)
         place = runner.iter % runner.epoch_length
-        if runner.iter == self.trainer.start_iter:
-            # The last validation comes before after_train.
-            runner.trainer._begun.sort(key=lambda hook: not isinstance(hook, EvalHook))
         if place == 0:
             self.before_train_epoch(runner)
         self.before_train_iter(runner, batch_idx=place, data_batch=None)
@@ -185,6 +209,20 @@ class Hook(HookBase, DatasetEvaluator):
         )
         if place + 1 == runner.epoch_length:
             self.after_train_epoch(Runner(trainer, ahead=1))
+
+    def _join_evaluations(self) -> None:
+        # Each of these hooks sets the same function, which calls all of them.
+        announce = partial(_call_all, self.trainer, "before_val", "before_val_epoch")
+        for hook in self.trainer.hooks:
+            if isinstance(hook, EvalHook):
+                hook.announce = announce
+
+    def after_evaluation(self, results: Mapping[str, float]) -> None:
+        """Call the events after a validation."""
+        runner = Runner(self.trainer, ahead=1, epoch_ahead=1)
+        self.after_val_epoch(runner, metrics=dict(results))
+        if self is _of_mmengine(self.trainer)[-1]:
+            _call_all(self.trainer, "after_val")
 
     def reset(self) -> None:
         """Begin a validation that has this hook among its evaluators."""
@@ -227,6 +265,8 @@ class Hook(HookBase, DatasetEvaluator):
 
 class ParamSchedulerHook(Hook):
     """A base for a schedule of one's own. :class:`LRScheduler` steps schedulers."""
+
+    priority = "LOW"
 
     def before_run(self, runner: Any) -> None:
         """Refuse to take the place of :class:`LRScheduler`."""

@@ -51,6 +51,7 @@ class EvalHook(HookBase):
 
     Attributes:
         last_results: what the function returned last on this rank.
+        announce: called right before the function; None for nothing.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
@@ -58,6 +59,7 @@ class EvalHook(HookBase):
 
     needs_every_rank = True
     phase = "evaluate"
+    announce: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -94,6 +96,8 @@ class EvalHook(HookBase):
     def _do_eval(self) -> None:
         numbers: dict[str, float] = {}
         error: Exception | None = None
+        if self.announce is not None:
+            self.announce()
         self.trainer.seed_generators(self.trainer.done, "evaluation")
         with self.trainer.clock.pause("evaluation"):
             try:

@@ -75,8 +75,8 @@ class LRScheduler(HookBase):
         """Find the optimizers and schedules, and when each schedule steps."""
         self._storage = self.trainer.storage
         self._recorded: list[Any] = []  # names, and the groups whose rates have them
-        self._steps: list[Any] = []  # periods, and the schedules that step at their ends
-        self._watched: list[Any] = []  # results, and the functions that get their values
+        self._steps: list[Any] = []  # periods, and the schedules that step then
+        self._watched: list[Any] = []  # results, and the functions that get them
         self._driven: list[Any] = []  # rates, and the schedules that set them
         self._last_rates: list[Any] = []  # those that the last step left
         self._schedulers = {}
@@ -216,15 +216,17 @@ class LRScheduler(HookBase):
                 self._last_rates,
                 self._rates(),
             )
-        storage = self._storage
-        for name, group in self._recorded:
-            storage.put_scalar(name, group["lr"], smoothing_hint=False)
+        self._record_rates()
         for period, schedule in self._steps:
             if self.trainer.done % period == 0:
                 schedule.step()
         if self._to_watch:
             self._to_watch -= 1
             self._last_rates = self._rates()
+
+    def _record_rates(self) -> None:
+        for name, group in self._recorded:
+            self._storage.put_scalar(name, group["lr"], smoothing_hint=False)
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Step what watches a result, unless no update follows in this run."""

@@ -58,30 +58,3 @@ def test_a_single_process_gets_back_what_it_gave() -> None:
     reduced = comm.reduce_dict({"loss": torch.tensor(2.0, requires_grad=True)})
     assert reduced == {"loss": torch.tensor(2.0)}
     assert not reduced["loss"].requires_grad
-
-
-def visit_local_groups() -> None:
-    rank = comm.get_rank()
-    with pytest.raises(RuntimeError, match=r"launch\(\)"):
-        comm.get_local_process_group()
-    comm.create_local_process_group(3)  # the last machine has one
-    machines = [[0, 1, 2], [3]]
-    mine = machines[rank // 3]
-    assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 3, len(mine))
-    assert dist.get_process_group_ranks(comm.get_local_process_group()) == mine
-    before = len(dist.distributed_c10d._world.pg_map)
-    comm.create_local_process_group(2)
-    assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 2, 2)
-    machine = rank // 2 * 2
-    assert (
-        len(dist.distributed_c10d._world.pg_map) == before
-    )  # no group until it is used
-    both = comm.all_gather(rank, comm.get_local_process_group())
-    assert both == [machine, machine + 1]
-    assert comm.get_local_process_group() is comm.get_local_process_group()
-    comm.create_local_process_group(4)
-    assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 4)
-
-
-def test_local_groups_are_machines() -> None:
-    run_ranks(visit_local_groups, WORLD_SIZE)

@@ -79,7 +79,6 @@ fvcore.common.history_buffer: HistoryBuffer
 fvcore.common.param_scheduler: CosineParamScheduler MultiStepParamScheduler
 fvcore.common.param_scheduler: StepParamScheduler StepWithFixedGammaParamScheduler
 fvcore.common.registry: Registry
-fvcore.common.timer: Timer
 fvcore.nn.precise_bn: get_bn_modules update_bn_stats
 """
 
@@ -117,7 +116,12 @@ def test_the_most_is_best_for_its_best_checkpointer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "owner"), [("PathManagerFactory", "iopath"), ("visualizer", "detectron2")]
+    ("name", "owner"),
+    [
+        ("PathManagerFactory", "iopath"),
+        ("Timer", "fvcore"),
+        ("visualizer", "detectron2"),
+    ],
 )
 def test_a_name_of_a_peer_that_is_not_installed_says_whose_it_is(
     name: str, owner: str, monkeypatch: pytest.MonkeyPatch

@@ -4,17 +4,14 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hooktrain.compat.detectron2 import (
-    _CURRENT_STORAGE_STACK,
     CommonMetricPrinter,
     EventStorage,
     TensorboardXWriter,
-    Timer,
     close_logger,
     create_small_table,
     get_event_storage,
@@ -100,25 +97,6 @@ def test_a_file_whose_path_looks_like_the_logger_is_a_caller(
     assert [(r.name, r.message) for r in caplog.records] == [(logged, "one")]
 
 
-def test_pauses_do_not_count(clock: SimpleNamespace) -> None:
-    timer = Timer()
-    clock.now += 1
-    with pytest.raises(ValueError, match="running; call pause"):
-        timer.resume()
-    timer.pause()
-    with pytest.raises(ValueError, match="paused; call resume"):
-        timer.pause()
-    clock.now += 10
-    assert (timer.seconds(), timer.is_paused()) == (1, True)
-    timer.resume()
-    clock.now += 5
-    assert (timer.seconds(), timer.avg_seconds()) == (6, 3)
-    timer.pause()
-    timer.reset()
-    clock.now += 4
-    assert (timer.seconds(), timer.avg_seconds(), timer.is_paused()) == (4, 4, False)
-
-
 class OwnPrinter(CommonMetricPrinter):
     """With a ``write`` as copies of detectron2's have it."""
 
@@ -143,26 +121,6 @@ def test_a_printer_of_ones_own_knows_the_end_and_the_time_left(
             printer.write()
         assert storage.latest()["eta_seconds"][1] == 2
     assert caplog.messages == ["eta:  iter: 0", "eta: 0:00:00 iter: 2"]
-
-
-class OwnStorage(EventStorage):
-    """It enters and leaves as detectron2's does."""
-
-    def __enter__(self) -> EventStorage:
-        _CURRENT_STORAGE_STACK.append(self)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        assert _CURRENT_STORAGE_STACK[-1] is self
-        _CURRENT_STORAGE_STACK.pop()
-
-
-def test_the_stack_of_storages_can_be_read_and_changed() -> None:
-    assert not _CURRENT_STORAGE_STACK
-    with EventStorage() as outer, OwnStorage() as inner:
-        assert get_event_storage() is inner
-        assert list(_CURRENT_STORAGE_STACK) == [outer, inner]
-    assert len(_CURRENT_STORAGE_STACK) == 0
 
 
 def test_a_writer_has_the_name_that_subclasses_read(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def measure(values: dict[int, float], name: str = "val") -> CallbackHook:
     return CallbackHook(
         after_step=lambda t: (
             t.iter in values and t.after_evaluation({name: values[t.iter]})
-        )
+        ),
+        phase="evaluate",
     )
 
 
