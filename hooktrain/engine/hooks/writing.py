@@ -126,7 +126,7 @@ class PeriodicWriter(HookBase):
 
     def run_files(self) -> list[AnyPath]:
         """The files of all writers."""
-        return [path for writer in self._writers for path in writer.run_files()]
+        return [path for writer in self.writers for path in writer.run_files()]
 
     def after_train(self) -> None:
         """Close all writers; after a good end they first write what came last."""
