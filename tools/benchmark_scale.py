@@ -2,6 +2,8 @@
 
     python tools/benchmark_scale.py ranks
     python tools/benchmark_scale.py checkpoint
+    python tools/benchmark_scale.py index
+    python tools/benchmark_scale.py saves 8dfd668 HEAD
     python tools/benchmark_scale.py sampler
     python tools/benchmark_scale.py connections
 
@@ -14,6 +16,11 @@ the best estimate, and the median shows how disturbed the rounds were.
 ``checkpoint`` measures, on this disk and one core, each thing that is done to the bytes of a
 checkpoint. From that it computes what larger checkpoints would cost.
 
+``index`` makes the index of a folder of shards as many ranks would write it, and measures what one
+rank does to find and read its shards, and what the main process does with the index at each save.
+
+``saves`` compares two revisions, which take turns to save, verify and read the same folder.
+
 ``sampler`` measures, for a rank of 4,096 with 32 samples each, how long a resumed loader takes to
 choose its first batch and each later one, and how much memory.
 
@@ -22,17 +29,20 @@ counts the files that each of them has open (Linux).
 """
 
 import argparse
-import hashlib
 import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -41,9 +51,6 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import start_processes
@@ -51,8 +58,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.files import load_file, save_file, verify_file
+from hooktrain.checkpoint import Checkpointer, folders
+from hooktrain.checkpoint.files import load_file, save_file, verify_file, write_file
 from hooktrain.checkpoint.folders import copy_to_host, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.data import build_train_loader
@@ -253,8 +260,8 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
         "write and fsync": lambda: write_durably(raw, content),
         "torch.save, not synced": lambda: torch.save(state, plain),
         "save_file (checksums, fsync)": lambda: save_file(state, ours),
-        "save_folder (sha256, fsync)": lambda: save_folder(state, sharded),
-        "sha256 alone": lambda: hashlib.sha256(content).digest(),
+        "save_folder (checksums, fsync)": lambda: save_folder(state, sharded),
+        "CRC-32 alone": lambda: zlib.crc32(content),
         "verify_file (all checksums)": lambda: verify_file(ours),
         "load_file (verified)": lambda: load_file(ours),
         "read_folder (verified)": lambda: read_checkpoint(str(sharded)),
@@ -268,58 +275,116 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
     return speeds
 
 
-def plan_of(rank: int, ranks: int, tensors: int) -> bytes:
-    """The plan of a rank for writing so many sharded tensors, as it is sent."""
-    with one_of(ranks, rank):
+def index_of_many(ranks: int, tensors: int, folder: Path) -> list[Any]:
+    """What the index of so many sharded tensors costs, with the first shards of each in a folder.
+
+    Returns:
+        MB of the manifest; processor seconds to read it, and to read the shards of rank 0, with the
+        index; and what the main process of a save gets from each rank, in KB, and does for the
+        index, in seconds.
+    """
+    with one_of(ranks):
         mesh, shape = init_device_mesh("cpu", (ranks,)), torch.Size([ranks, 4])
         options = {"run_check": False, "shape": shape, "stride": (4, 1)}
-        shards = {
-            f"model.layers.{i}.attention.weight": DTensor.from_local(
-                torch.zeros(1, 4), mesh, [Shard(0)], **options
-            )
-            for i in range(tensors)
-        }
-        planner = DefaultSavePlanner(
-            flatten_state_dict=False, flatten_sharded_tensors=False
-        )
-        planner.set_up_planner(shards, is_coordinator=rank == 0)
-        return pickle.dumps(planner.create_local_plan())
+        model = nn.Module()
+        for i in range(tensors):
+            shard = DTensor.from_local(torch.rand(1, 4), mesh, [Shard(0)], **options)
+            model.register_parameter(f"attention_{i}", nn.Parameter(shard))
+        state = {"model": model.state_dict()}
+        skeleton, found = folders._split(state)
+        parts, digest = folders._write_parts(found, folder / "__0_0.distcp")
+        sent = [pickle.dumps(moved(parts, rank)) for rank in range(ranks)]
+        start = time.process_time()
+        everywhere = [pickle.loads(each) for each in sent]
+        index, metadata = folders._index_of(everywhere, found)
+        pickle.dumps(metadata)
+        del everywhere, metadata
+        files = {f"__{rank}_0.distcp": digest for rank in range(ranks)}
+        manifest = folder / "manifest.pth"
+        save_file({"files": files, "tensors": index}, manifest)
+        saved = time.process_time() - start
+        write_file({"state": skeleton}, folder / "state.pth")
+        _, read = seconds_of(lambda: load_file(manifest, mapped=True), 5)
+        _, restored = seconds_of(lambda: folders.read_folder(folder, model), 5)
+        megabytes = manifest.stat().st_size / 1e6
+        return [megabytes, read, restored, len(sent[-1]) / 1e3, saved]
 
 
-def plan_costs(ranks: int = 16, tensors: int = 500) -> list[Any]:
-    """Bytes and us that each tensor of a rank adds for the main process: plan, and results.
+def moved(parts: folders.Parts, rank: int) -> folders.Parts:
+    """The parts that rank 0 has written as another rank would have written them."""
+    own = {}
+    for name, (((_, *columns), sizes), (_, *place)) in parts.items():
+        own[name] = (((rank, *columns), sizes), (rank, *place))
+    return own
 
-    The plans of all ranks are settled when the tensors are saved for the first time. The results of
-    all ranks are collected at each save, and go into the metadata.
-    """
-    sent = [plan_of(rank, ranks, tensors) for rank in range(ranks)]
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False
-    )
-    start = time.process_time()
-    settled, metadata = planner.create_global_plan(
-        [pickle.loads(plan) for plan in sent]
-    )
-    for plan in settled:
-        pickle.dumps(plan)
-    agreed = time.process_time() - start
-    written = [
-        pickle.dumps(
-            [
-                WriteResult(i.index, 16, _StorageInfo("__0_0.distcp", 0, 16))
-                for i in p.items
-            ]
-        )
-        for p in settled
-    ]
-    start = time.process_time()
-    results = [result for rank in written for result in pickle.loads(rank)]
-    metadata.storage_data = {result.index: result.storage_data for result in results}
-    pickle.dumps(metadata)
-    known = time.process_time() - start
-    each = ranks * tensors
-    sizes = (sum(map(len, sent)) / each, sum(map(len, written)) / each)
-    return [sizes[0], agreed / each * 1e6, sizes[1], known / each * 1e6]
+
+def index_command(worlds: list[int], tensors: int) -> None:
+    """Print what the index of a folder of shards costs."""
+    rows = []
+    for ranks in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append([ranks, *index_of_many(ranks, tensors, Path(folder))])
+    headers = ["ranks", "index, MB", "read it, s", "read a rank's shards, s"]
+    headers += ["a rank sends, KB", "main process at a save, s"]
+    print(f"{tensors} tensors, one thread, torch {torch.__version__}\n")
+    print(tabulate(rows, headers, "pipe", intfmt=",", floatfmt=",.3g"))
+
+
+# Run by a revision's own package: seconds of a save, a verification and a read.
+SAVES = """
+import sys, time
+import torch
+from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
+torch.set_num_threads(1)
+folder, megabytes = sys.argv[1], float(sys.argv[2])
+state = {f"layer_{i}": torch.rand(int(megabytes * 1e6 / 4 / 48)) for i in range(48)}
+save_folder(state, folder)
+for step, *given in (save_folder, state), (verify_folder,), (read_folder,):
+    start = time.perf_counter()
+    step(*given, folder)
+    print(time.perf_counter() - start)
+"""
+
+
+def saves_command(revisions: list[str], megabytes: float, rounds: int) -> None:
+    """Print the fastest and the median times of both revisions, which take turns."""
+    times: dict[str, list[list[float]]] = {revision: [] for revision in revisions}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        trees = {}
+        for revision in revisions:
+            trees[revision] = stack.enter_context(checked_out(revision, Path(name)))
+        for turn in range(rounds):
+            for revision in revisions if turn % 2 == 0 else reversed(revisions):
+                done = subprocess.run(
+                    [sys.executable, "-c", SAVES, f"{name}/saved", str(megabytes)],
+                    env={**os.environ, "PYTHONPATH": str(trees[revision])},
+                    cwd=name,
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                )
+                times[revision].append([float(line) for line in done.stdout.split()])
+                shutil.rmtree(f"{name}/saved")
+    rows = []
+    for revision, measured in times.items():
+        columns = list(zip(*measured, strict=True))
+        both = [f"{min(c):.3f} / {statistics.median(c):.3f}" for c in columns]
+        rows.append([revision, *both])
+    headers = ["revision", "save, s (fastest / median)", "verify", "read"]
+    print(f"{megabytes:g} MB, {rounds} rounds, one thread, torch {torch.__version__}\n")
+    print(tabulate(rows, headers, "pipe"))
+
+
+@contextmanager
+def checked_out(revision: str, folder: Path) -> Iterator[Path]:
+    """A worktree of a revision."""
+    tree = folder / f"tree of {revision}"
+    git = ["git", "-C", Path(__file__).parent, "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", tree, revision], check=True)
+    try:
+        yield tree
+    finally:
+        subprocess.run([*git, "remove", "--force", tree], check=True)
 
 
 def costs(speed: Speeds, billions: float, ranks: int) -> list[Any]:
@@ -329,7 +394,7 @@ def costs(speed: Speeds, billions: float, ranks: int) -> list[Any]:
     """
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
     blocked = share / speed["copy into kept memory"][1]
-    background = share / speed["save_folder (sha256, fsync)"][1]
+    background = share / speed["save_folder (checksums, fsync)"][1]
     restore = share / speed["read_folder (verified)"][1]
     return [billions, ranks, 12 * billions, share, blocked, background, restore]
 
@@ -341,12 +406,7 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
     title = f"{gigabytes:g} GB in float32, {rounds} rounds, one thread, torch {torch.__version__}"
     headers = ["measured", "GB/s", "GB a second of the processor"]
     measured = [(name, *both) for name, both in speed.items()]
-    print(f"{title}\n\n{tabulate(measured, headers, 'pipe', floatfmt='.2f')}")
-    headers = ["plan, bytes", "plan, us", "result, bytes", "result, us"]
-    title = "each tensor of each rank, for the main process of a sharded save"
-    columns = zip(*(plan_costs() for _ in range(rounds)), strict=True)
-    medians = [statistics.median(column) for column in columns]
-    print(f"\n{title}\n\n{tabulate([medians], headers, 'pipe', floatfmt='.0f')}\n")
+    print(f"{title}\n\n{tabulate(measured, headers, 'pipe', floatfmt='.2f')}\n")
     rows = [
         costs(speed, billions, ranks)
         for billions in (1, 10, 100)
@@ -454,6 +514,13 @@ def main(arguments: list[str] | None = None) -> None:
     saves.add_argument(
         "--folder", help="on the disk to measure; a temporary one by default"
     )
+    indices = commands.add_parser("index", help="what the index of a folder costs")
+    indices.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
+    indices.add_argument("--tensors", type=int, default=900)
+    turns = commands.add_parser("saves", help="compare two revisions")
+    turns.add_argument("revisions", nargs=2)
+    turns.add_argument("--megabytes", type=float, default=200)
+    turns.add_argument("--rounds", type=int, default=8)
     samplers = commands.add_parser("sampler", help="what choosing samples takes")
     samplers.add_argument(
         "--samples", type=int, nargs="+", default=[10**6, 2**24, 10**8, 10**9, 10**10]
@@ -464,6 +531,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     if args.what == "ranks":
         ranks_command(args.worlds, args.losses, args.rounds, args.iterations)
+    elif args.what == "index":
+        index_command(args.worlds, args.tensors)
+    elif args.what == "saves":
+        saves_command(args.revisions, args.megabytes, args.rounds)
     elif args.what == "sampler":
         sampler_command(args.samples)
     elif args.what == "connections":

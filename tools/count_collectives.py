@@ -100,6 +100,7 @@ def main(folder: str) -> None:
     count_checkpoints(Path(folder), trainer)
     evaluation = hooks.EvalHook(1, lambda: {"accuracy": 1.0})
     trainer.register_hooks([evaluation])
+    evaluation.before_train()
     with trainer.storage:
         count("EvalHook, without the evaluation", evaluation.after_train)
     batches = [torch.randn(16, 16)] * 4

@@ -97,12 +97,15 @@ def verify_file(path: AnyPath) -> None:
             raise CorruptCheckpointError(f"{path} is no intact checkpoint: {problem}")
 
 
-def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
+def load_file(
+    path: AnyPath, map_location: str | torch.device = "cpu", *, mapped: bool = False
+) -> Any:
     """Verify a file, then load it without running any code that it may hold.
 
     Args:
         path: of the file.
         map_location: the device on which the tensors arrive.
+        mapped: see :func:`load_verified`.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds more than tensors and plain types.
@@ -110,7 +113,7 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
         OSError: if it cannot be opened.
     """
     verify_file(path)
-    return load_verified(path, map_location)
+    return load_verified(path, map_location, mapped=mapped)
 
 
 def load_verified(
@@ -204,12 +207,11 @@ def _is_storable_leaf(value: Any) -> bool:
     return kind in _PLAIN_TYPES
 
 
-def find_problem(file: IO[bytes], *, checksums: bool = True) -> str:
-    """What is wrong with an open file of torch, or "".
+def find_problem(file: IO[bytes]) -> str:
+    """What is wrong with an open file of torch, or "". All checksums in it are compared, if any.
 
     Args:
         file: at its beginning.
-        checksums: whether to read all of it and compare its checksums, if it has any.
     """
     start = file.read(len(_LEGACY_MAGIC))
     if start == _LEGACY_MAGIC:
@@ -224,7 +226,7 @@ def find_problem(file: IO[bytes], *, checksums: bool = True) -> str:
             # torch would read nothing, and leave the tensor uninitialised.
             if part.external_attr & 0x10:
                 return f"{part.filename} is marked as a folder"
-        has_checksums = checksums and any(part.CRC for part in parts)
+        has_checksums = any(part.CRC for part in parts)
         altered = container.testzip() if has_checksums else None
     if altered:
         return f"the checksum of its part {altered!r} does not match"

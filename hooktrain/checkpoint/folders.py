@@ -1,29 +1,29 @@
 """Folders of shards: each rank writes its part of the tensors, on a disk that all ranks see.
 
-The tensors are in files of torch.distributed.checkpoint. ``state.pth`` holds everything else, and
-says where the parts of each tensor are, so that torch's own ``.metadata``, a pickle that may run
-any code, need not be read. ``manifest.pth`` holds the size and the digest of each file, which are
-compared before anything is read. The folder gets its name when it is complete.
+The shards and ``.metadata`` are files of torch.distributed.checkpoint, so its tools read the
+folder. This package reads neither the containers in them nor ``.metadata``, a pickle that may run
+any code. ``manifest.pth`` holds, in plain types, the size and the checksum of each file, which are
+compared before anything is read, and for each tensor a table of where its numbers are in the
+files. ``state.pth`` holds everything else. The folder gets its name when it is complete.
 """
 
 import hashlib
 import io
+import math
 import os
-import warnings
+import pickle
+import zlib
+from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    _validate_global_plan,
-)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,9 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from hooktrain.checkpoint.files import (
@@ -48,13 +45,15 @@ from hooktrain.checkpoint.files import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
-from hooktrain.utils.file_io import AnyPath, raise_disk_full, replacing
+from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 from hooktrain.utils.names import dotted
 from hooktrain.utils.tensors import (
     full_tensor,
     is_sharded,
+    local_box,
     local_tensor,
     map_leaves,
+    narrow,
     shard_for,
     shards_of,
 )
@@ -62,21 +61,26 @@ from hooktrain.utils.tensors import (
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
 
-Parts = dict[str, list[tuple[Any, ...]]]
-"""For each tensor by name, its parts: offsets and sizes in the tensor, the name of the file, and
-offset and length in the file."""
-
-Digests = dict[str, tuple[int, str]]
-"""The size and the sha256 of each file, by its name."""
+Digest = tuple[int, int | str]
+"""The size and the CRC-32 of a file; in folders of earlier versions its sha256."""
 
 # A copy from CUDA into pinned memory is faster. Pinning itself takes long, so small tensors are not
 # worth it.
 _PINNED_BYTES = 1 << 20
 
-# torch warns where one process without a process group saves, which is intended here.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-# torch 2.9 warns of a call of its own.
-warnings.filterwarnings("ignore", "TypedStorage", UserWarning, filesystem.__name__)
+# Tensors can be mapped from a file if they begin at a multiple of it, as torch.save has it.
+_ALIGNMENT = 64
+
+Parts = dict[str, tuple[Any, Any]]
+"""The parts of tensors that a rank has written, by name: a row of both tables of an index."""
+
+Index = dict[str, tuple[Tensor, Tensor]]
+"""Two tables of whole numbers for each tensor, with a row for each of its parts.
+
+In the first one, offsets and sizes of the part in the tensor. In the second one, the number of its
+file in the manifest; where its container begins in the file; the length of that; and where its
+numbers begin in the file.
+"""
 
 
 def save_folder(
@@ -101,6 +105,7 @@ def save_folder(
     """
     target = Path(folder)
     skeleton, tensors = _split(state)
+    written: list[tuple[Parts, Digest]] = []
     with ExitStack() as stack:
 
         def begin() -> Path:
@@ -109,30 +114,36 @@ def save_folder(
                     f"{target} is no sharded checkpoint: it is not replaced"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            return stack.enter_context(replacing(target))
+            temporary = stack.enter_context(replacing(target))
+            temporary.mkdir()
+            return temporary
 
         temporary = on_main_process(begin, group)
-        parts, written = _save_tensors(tensors, temporary, group)
 
-        def read_again() -> Digests:
-            for name, digest in written.items():
-                if _digest(temporary / name) != digest:
-                    raise OSError(f"{target / name} is not as it was written")
-            return written
+        def write() -> None:
+            name = _file_of(comm.get_rank())
+            parts, digest = _write_parts(tensors, temporary / name)
+            if _digest(temporary / name) != digest:
+                raise OSError(f"{target / name} is not as it was written")
+            written.append((parts, digest))
 
-        of_all = on_all_ranks(read_again, group)
+        on_all_ranks(write, group)
+        everywhere = _gather(written[0], group)
 
         def complete() -> None:
-            write_file({"state": skeleton, "parts": parts}, temporary / STATE)
-            files = {path.name: _digest(path) for path in temporary.glob("[!_]*")}
-            for digests in of_all:
-                files |= digests
+            files = {_file_of(i): digest for i, (_, digest) in enumerate(everywhere)}
+            index, metadata = _index_of([parts for parts, _ in everywhere], tensors)
+            with atomic_write(temporary / ".metadata") as file:
+                pickle.dump(metadata, file)
+            write_file({"state": skeleton}, temporary / STATE)
+            for name in (".metadata", STATE):
+                files[name] = _digest(temporary / name)
             missing = files.keys() - os.listdir(temporary)
             if missing:
                 raise OSError(
                     f"{missing} is missing in {temporary}: the ranks do not share the disk"
                 )
-            write_file({"files": files}, temporary / MANIFEST)
+            write_file({"files": files, "tensors": index}, temporary / MANIFEST)
             stack.close()  # the rename
 
         on_main_process(complete, group)
@@ -155,14 +166,15 @@ def verify_folder(
     """
     folder = Path(folder)
     with reading(folder):
-        files = load_file(folder / MANIFEST)["files"]
+        files = load_file(folder / MANIFEST, mapped=True)["files"]
         for name in sorted(files)[rank::world_size]:
             if Path(name).name != name:
                 raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
             if sizes_only:
                 found = (os.path.getsize(folder / name), files[name][1])
             else:
-                found = _digest(folder / name)
+                is_sha256 = isinstance(files[name][1], str)
+                found = _digest(folder / name, sha256=is_sha256)
             if found != files[name]:
                 raise CorruptCheckpointError(
                     f"{folder / name} was altered: it has {found}, not {files[name]}"
@@ -200,12 +212,13 @@ def read_folder(
             tensors[name] = torch.empty_like(shard, dtype=leaf.dtype)
         return tensors[name]
 
+    folder = Path(folder)
     with reading(folder):
-        content = load_file(Path(folder) / STATE, map_location)
+        content = load_file(folder / STATE, map_location)
         state: dict[str, Any] = content["state"]
         if torch.device(map_location).type != "meta":
             state = map_leaves(allocate, state)
-            _read_tensors(tensors, content["parts"], Path(folder))
+            _read_tensors(tensors, folder, content.get("parts"))
     return state
 
 
@@ -283,158 +296,230 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return map_leaves(take, state), tensors
 
 
-class _HashedFile(io.BufferedWriter):
-    """A file that computes the digest of what is written to it."""
-
-    def __init__(self, path: AnyPath) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self.size = 0
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        count = super().write(data)
-        self.size += count
-        return count
+@cache  # so that a pickle of the index has each name once
+def _file_of(rank: int) -> str:
+    """The name that torch gives to the file of a rank."""
+    return f"__{rank}_0.distcp"
 
 
-class _Files(filesystem.FileSystem):
-    """Opens the files of a rank, and knows the digests of its shards."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, _HashedFile] = {}
-
-    def create_stream(self, path: AnyPath, mode: str) -> Any:
-        file = _HashedFile(path)
-        self._files[Path(path).name] = file
-        return file
-
-    def digests(self) -> Digests:
-        return {
-            name: (file.size, file.sha256.hexdigest())
-            for name, file in self._files.items()
-            if name.startswith("__")
-        }
+def _gather(data: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's object, on the main process only. Collective."""
+    size = comm.get_world_size()
+    if size == 1:
+        return [data]
+    gathered = [None] * size if comm.is_main_process() else None
+    dist.gather_object(data, gathered, group=group or comm.object_group())
+    return gathered or []
 
 
-class _Writer(filesystem.FileSystemWriter):
-    """Raises the OSError of a full disk, as exceptions reach other ranks without their cause."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().write_data(*args, **kwargs)
-        except Exception as error:
-            raise_disk_full(error, Path(self.path))
-            raise
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        # Before torch 2.12 this reaches only the copy that torch writes.
-        metadata.storage_data = {
-            part.index: part.storage_data for parts in results for part in parts
-        }
-
-
-class _Reader(filesystem.FileSystemReader):
-    """Looks at the container of each part before torch reads it."""
-
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        # Each part is in memory twice for a moment, since zipfile cannot read torch's view of it.
-        part = io.BytesIO(super()._slice_file(file, sinfo).read())
-        # The digest of the whole file has been compared, so checksums need not be.
-        problem = find_problem(part, checksums=False)
-        if problem:
-            raise CorruptCheckpointError(f"{file.name}: {problem}")
-        part.seek(0)
-        return part
-
-
-def _save_tensors(
-    tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None
-) -> tuple[Parts, Digests]:
-    """Write this rank's shards, and on the main process the tensors that are not sharded.
-
-    Returns:
-        The parts that all ranks have written, and the digests of this rank's files.
-    """
-    own = tensors
-    if not comm.is_main_process():
-        own = {name: each for name, each in tensors.items() if is_sharded(each)}
-    # To copy ahead, torch would use the accelerator from another thread.
-    writer = _Writer(folder, per_thread_copy_ahead=0)
-    writer.fs = files = _Files()
-    # Plans are kept, since it takes long to agree on one for each tensor of each rank.
-    planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
-    try:
-        saved: Any = save(
-            own, storage_writer=writer, planner=planner, process_group=group
-        )
-    except CheckpointException as error:
-        # torch would mix the plans of this save, which has failed on all ranks, with later ones.
-        SavePlanner._cached_all_plans.clear()
-        SavePlanner._cached_save_plan.clear()
-        first, _ = next(iter(error.failures.values()))
-        raise first from error
+def _write_parts(tensors: dict[str, Tensor], path: Path) -> tuple[Parts, Digest]:
+    """Write this rank's shards, and on the main process the tensors that are not sharded."""
     parts: Parts = {}
-    for name, tensor in saved.state_dict_metadata.items():
-        parts[name] = []
-        for chunk in tensor.chunks:
-            index = MetadataIndex(name, chunk.offsets)
-            info = saved.storage_data[index]
-            part = (
-                tuple(chunk.offsets),
-                tuple(chunk.sizes),
-                info.relative_path,
-                info.offset,
-                info.length,
-            )
-            parts[name].append(part)
-    return parts, files.digests()
+    checksum = 0
+    with open(path, "wb") as file:
+        for name, tensor in tensors.items():
+            if not _is_to_be_written(name, tensor):
+                continue
+            # A host-device synchronisation, if it is on an accelerator.
+            data = local_tensor(tensor).cpu().resolve_conj().resolve_neg().contiguous()
+            numbers: Any = data.view(-1).view(torch.uint8).numpy()
+            head, tail = _container(data.shape, data.dtype)
+            begin = file.tell()
+            for piece in (head, numbers, tail):
+                checksum = zlib.crc32(piece, checksum)
+                file.write(piece)
+            length = file.tell() - begin
+            place = (comm.get_rank(), begin, length, begin + len(head))
+            parts[name] = (local_box(tensor), place)
+        file.flush()
+        os.fsync(file.fileno())
+        return parts, (file.tell(), checksum)
 
 
-def _read_tensors(tensors: dict[str, Tensor], parts: Parts, folder: Path) -> None:
-    """Fill tensors as torch.distributed.checkpoint.load does, without its pickled metadata."""
-    verified = load_file(folder / MANIFEST)["files"]
-    saved = Metadata({}, storage_data={})
+def _is_to_be_written(name: str, tensor: Tensor) -> bool:
+    """Whether this rank writes a tensor, or its shard of it."""
+    if not is_sharded(tensor):
+        return comm.is_main_process()
+    sharded: Any = tensor
+    coordinate = sharded.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    # Of equal shards one is written. The ranks that have them divide the tensors among themselves.
+    writer = zlib.crc32(name.encode())
+    sizes = sharded.device_mesh.shape
+    places = zip(sharded.placements, coordinate, sizes, strict=True)
+    return all(
+        index == writer % size
+        for placement, index, size in places
+        if placement.is_replicate()
+    )
+
+
+class _Container(io.BytesIO):
+    """Takes what torch.save writes before and behind the numbers, which it skips."""
+
+    position = 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.position = self.tell()
+        return self.position
+
+
+@cache
+def _container(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and behind the numbers of a contiguous tensor.
+
+    With zeros at the end, so that the next container, and with it the numbers, are aligned.
+    """
+    container = _Container()
+    # Its memory is neither filled nor read, so it takes no pages.
+    storage = torch.UntypedStorage(shape.numel() * dtype.itemsize)
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(0, dtype=dtype).set_(storage).view(shape), container)
+    content = container.getvalue()
+    padding = bytes(-(len(content) + storage.nbytes()) % _ALIGNMENT)
+    return content[: container.position], content[container.position :] + padding
+
+
+def _index_of(
+    everywhere: list[Parts], tensors: dict[str, Tensor]
+) -> tuple[Index, Metadata]:
+    """Where the parts of each tensor are, for this package and for torch.distributed.checkpoint.
+
+    Args:
+        everywhere: the parts that each rank has written.
+        tensors: of the main process, by name.
+
+    Raises:
+        ValueError: if parts are missing, or a rank has others than the main process.
+    """
+    unknown = set().union(*everywhere) - tensors.keys()
+    if unknown:
+        raise ValueError(f"a rank has {unknown}, and the main process has not")
+    index: Index = {}
+    metadata = Metadata({}, storage_data={})
     for name, tensor in tensors.items():
+        parts = [written[name] for written in everywhere if name in written]
+        boxes = torch.tensor([box for box, _ in parts], dtype=torch.int64)
+        boxes = boxes.view(len(parts), 2, tensor.ndim)
+        index[name] = (boxes, torch.tensor([place for _, place in parts]))
+        _overlap(name, index[name], torch.empty(tensor.shape, device="meta"))
         chunks = []
-        for offsets, sizes, file, begin, length in parts[name]:
-            if file not in verified:
-                raise CorruptCheckpointError(f"{folder / file} is not in its manifest")
-            # torch would count further dimensions as if they filled the tensor.
-            if not len(offsets) == len(sizes) == tensor.ndim:
-                raise ValueError(f"{name} has a part of another dimension")
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            index = MetadataIndex(name, offsets)
-            saved.storage_data[index] = filesystem._StorageInfo(file, begin, length)
-        if not chunks:
-            raise ValueError(f"{name} has no part")
+        for (offsets, sizes), (rank, begin, length, _) in parts:
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            chunks.append(chunk)
+            place = _StorageInfo(_file_of(rank), begin, length)
+            metadata.storage_data[MetadataIndex(name, chunk.offsets)] = place
         properties = TensorProperties(tensor.dtype)
-        saved.state_dict_metadata[name] = TensorStorageMetadata(
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(
             properties, tensor.shape, chunks
         )
-    _refuse_holes(saved)
-    reader = _Reader(folder)
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(tensors, saved, is_coordinator=True)
-    reader.set_up_storage_reader(saved, is_coordinator=True)
-    plan = planner.finish_plan(planner.create_local_plan())
-    reader.read_data(plan, planner).wait()
+    return index, metadata
 
 
-def _refuse_holes(saved: Metadata) -> None:
-    """Refuse parts that do not fill their tensor: the rest would be uninitialised memory."""
-    plans = [SavePlan([])] * 2  # for one plan torch does not compare the sizes
-    problems: Any = _validate_global_plan(plans, saved)
-    # Before torch 2.12 the answer is whether all is well, and the log has the problems.
-    if problems not in (True, []):
-        raise ValueError(f"parts are missing or overlap: {problems}")
+def _read_tensors(tensors: dict[str, Tensor], folder: Path, old: Any) -> None:
+    """Fill tensors from the files of a folder.
+
+    Args:
+        tensors: by their dotted names; of a sharded one this rank's shard is filled.
+        folder: with a manifest.
+        old: the places of all parts in a folder of an earlier version, whose manifest has no
+            tables; else None.
+    """
+    manifest = load_file(folder / MANIFEST, mapped=True)
+    files = list(manifest["files"])
+
+    @cache
+    def content(file: int) -> Tensor:
+        path = folder / files[file]
+        size = path.stat().st_size
+        try:
+            return torch.from_file(str(path), size=size, dtype=torch.uint8)
+        except RuntimeError:  # some file systems cannot map
+            return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+    index = manifest["tensors"] if old is None else _old_index(old, files)
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        parts = _overlap(name, index[name], tensor)
+        for place, sizes, extent, in_local, in_part in parts:
+            file, begin, length, position = place
+            if position >= 0:
+                end = position + math.prod(sizes) * tensor.itemsize
+                part = content(file)[position:end].view(tensor.dtype).view(sizes)
+            else:
+                part = _load_container(content(file)[begin : begin + length])
+            # A host-device synchronisation, if the tensor is on an accelerator.
+            narrow(local, in_local, extent).copy_(narrow(part, in_part, extent))
 
 
-def _digest(path: Path) -> tuple[int, str]:
-    """The size and the sha256 of a file (1 to 2 GB/s)."""
-    digest = hashlib.sha256()
+def _load_container(content: Tensor) -> Tensor:
+    """The tensor that torch.save has written into these bytes."""
+    container = io.BytesIO(content.numpy())  # type: ignore[arg-type]
+    problem = find_problem(container)
+    if problem:
+        raise ValueError(problem)
+    container.seek(0)
+    part: Tensor = torch.load(container, weights_only=True)
+    return part
+
+
+def _old_index(old: dict[str, Any], files: list[str]) -> Index:
+    """The index of a folder of an earlier version, whose numbers are read from containers."""
+    index = {}
+    for name, parts in old.items():
+        boxes = [(offsets, sizes) for offsets, sizes, *_ in parts]
+        places = [(files.index(file), *place, -1) for _, _, file, *place in parts]
+        table = torch.tensor(boxes, dtype=torch.int64)
+        index[name] = (table, torch.tensor(places))
+    return index
+
+
+def _overlap(
+    name: str, tables: tuple[Tensor, Tensor], tensor: Tensor
+) -> Iterable[tuple[Any, ...]]:
+    """Find the parts that a tensor needs; of a sharded one, those that this rank's shard needs.
+
+    Args:
+        name: of the tensor, for messages.
+        tables: of the tensor, as in the index.
+        tensor: of which the shape and the sharding count.
+
+    Returns:
+        For each part that overlaps the shard: its place; its sizes; the sizes of the overlap; and
+        where the overlap begins in the shard, and in the part.
+
+    Raises:
+        ValueError: if the parts do not fill the shard exactly, so that some of it would be
+            uninitialised memory.
+    """
+    boxes, places = tables
+    offsets, sizes = boxes.unbind(1)
+    origin, shape = torch.tensor(local_box(tensor), dtype=torch.int64)
+    low = offsets.maximum(origin)
+    high = (offsets + sizes).minimum(origin + shape)
+    some = (low < high).all(1)
+    # Each number of the shard has a weight, and the parts must have the weight of the whole.
+    weight = (_hash(high - origin) - _hash(low - origin)).prod(1)[some].sum()
+    if weight != (_hash(shape) - _hash(torch.zeros_like(shape))).prod():
+        raise ValueError(f"parts of {name} are missing or overlap")
+    columns = (places, sizes, high - low, low - origin, low - offsets)
+    return zip(*(column[some].tolist() for column in columns), strict=True)
+
+
+def _hash(index: Tensor) -> Tensor:
+    """A whole number for each index, modulo 2^64, that looks as if it were drawn at random."""
+    mixed = index * 0x1E3779B97F4A7C15
+    return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+
+
+def _digest(path: Path, sha256: bool = False) -> Digest:
+    """The size and the checksum of a file."""
+    checksum, digest = 0, hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        return file.tell(), digest.hexdigest()
+            if sha256:
+                digest.update(chunk)
+            else:
+                checksum = zlib.crc32(chunk, checksum)
+        return file.tell(), digest.hexdigest() if sha256 else checksum

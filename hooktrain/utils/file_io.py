@@ -251,15 +251,6 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
-def raise_disk_full(error: BaseException, path: Path) -> None:
-    """Raise the OSError of a full disk, with the path, that torch hides behind others."""
-    cause: BaseException | None = error
-    while cause is not None and not is_disk_full(cause):
-        cause = cause.__context__
-    if isinstance(cause, OSError):
-        raise OSError(cause.errno, cause.strerror, str(path)) from error
-
-
 def _owner() -> str:
     return f"hooktrain-{os.getpid()}-{socket.gethostname()}"
 

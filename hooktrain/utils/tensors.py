@@ -2,10 +2,10 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from itertools import count
+from itertools import combinations, count
 from typing import Any
 
 import torch
@@ -27,6 +27,25 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.detach()
+
+
+def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the shard of a sharded tensor on this rank begins in the tensor, and its shape.
+
+    Of other tensors, it is the box of the whole tensor.
+    """
+    if not is_sharded(tensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    # What torch.distributed.checkpoint asks a tensor.
+    (shard,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return tuple(shard.offsets), tuple(shard.sizes)
+
+
+def narrow(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
+    """The box of these offsets and sizes in a tensor, which shares its memory."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def device_of(tensor: Tensor) -> torch.device:
@@ -124,8 +143,10 @@ def shard_for(tensor: Tensor, key: str, shards: Mapping[str, Tensor]) -> Tensor 
 
     Those with such a key are weights, their averages, and the state of an optimizer.
     """
-    for name, shard in shards.items():
-        if shard.shape == tensor.shape and f".{name}." in f".{key}.":
+    parts = key.split(".")
+    for begin, end in combinations(range(len(parts) + 1), 2):
+        shard = shards.get(".".join(parts[begin:end]))
+        if shard is not None and shard.shape == tensor.shape:
             return shard
     return None
 

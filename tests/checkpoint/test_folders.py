@@ -1,6 +1,7 @@
 """Folders of shards: what one process and several ranks write and read, and broken ones."""
 
 import errno
+import hashlib
 import os
 import pickle
 import re
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -32,7 +36,9 @@ from hooktrain.checkpoint.folders import (
 )
 from hooktrain.checkpoint.loading import read_checkpoint, read_on_all_ranks
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
+from hooktrain.model.sharding import shard_model
 from hooktrain.utils import comm
+from hooktrain.utils.tensors import full_tensors, map_leaves
 
 FILES = [".metadata", "__0_0.distcp", "manifest.pth", "state.pth"]
 
@@ -71,6 +77,17 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert not is_folder(tmp_path)
 
 
+def test_a_folder_on_a_file_system_that_cannot_map_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("unable to mmap")
+
+    save(tmp_path / "a", 1)
+    monkeypatch.setattr(torch, "from_file", fail)
+    assert_equal(read_folder(tmp_path / "a"), state_of(1))
+
+
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
@@ -81,15 +98,56 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 def forge(folder: Path, name: str, content: Any) -> Path:
     """Replace a file by a pickle or by what torch saves, and make the manifest fit it."""
+    manifest = torch.load(folder / "manifest.pth", weights_only=True)
     if name.endswith(".pth"):
         torch.save(content, folder / name)
     else:
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
     if name != "manifest.pth":
-        paths = [path for path in folder.iterdir() if path.name != "manifest.pth"]
-        files = {path.name: folders._digest(path) for path in paths}
-        write_file({"files": files}, folder / "manifest.pth")
+        manifest["files"][name] = folders._digest(folder / name)
+        write_file(manifest, folder / "manifest.pth")
     return folder
+
+
+def save_as_before(path: Path, value: int) -> Path:
+    """A folder of an earlier version, in which torch has written everything: see PARTS."""
+    state = state_of(value)
+    named: dict[str, Any] = {}
+    skeleton = map_leaves(lambda keys, leaf: take(named, keys, leaf), state)
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(named, checkpoint_id=path)
+    metadata: Any = dcp.FileSystemReader(path).read_metadata()
+    parts = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        (chunk,) = tensor.chunks
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        box = (tuple(chunk.offsets), tuple(chunk.sizes))
+        parts[name] = [(*box, place.relative_path, place.offset, place.length)]
+    write_file({"state": skeleton, "parts": parts}, path / "state.pth")
+    files = {}
+    for file in path.iterdir():
+        data = file.read_bytes()
+        files[file.name] = (len(data), hashlib.sha256(data).hexdigest())
+    write_file({"files": files}, path / "manifest.pth")
+    return path
+
+
+def take(named: dict[str, Any], keys: tuple[Any, ...], leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    named[".".join(map(str, keys))] = leaf
+    return leaf.to("meta")
+
+
+def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    folder = save_as_before(tmp_path / "a", 3)
+    assert_equal(read_checkpoint(str(folder)), state_of(3))
+    shard = folder / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="__0_0"):
+        read_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("name", ["manifest.pth", "state.pth"])
@@ -102,12 +160,10 @@ def test_code_in_a_folder_is_not_run(name: str, tmp_path: Path) -> None:
 
 Change = Callable[[dict[str, Any], list[Any]], object]
 
-# What is changed in state.pth, and in the place of the weight's only part: its offsets, sizes,
-# file, and where it begins and how long it is.
-CRAFTED: dict[str, Change] = {
-    "no state": lambda content, part: content.pop("state"),
+# What is changed in a folder of an earlier version: in state.pth, and in the place of the weight's
+# only part, which has its offsets, sizes, file, and where it begins and how long it is.
+BEFORE: dict[str, Change] = {
     "no parts": lambda content, part: content.pop("parts"),
-    "no dict": lambda content, part: content.update(state=[1]),
     "offsets of another dimension": lambda content, part: part.__setitem__(0, (0,)),
     "a part of more dimensions": lambda content, part: part.__setitem__(
         slice(2), [(0, 0, 0), (1, 1, 12)]
@@ -126,42 +182,100 @@ CRAFTED: dict[str, Change] = {
     "a file outside": lambda content, part: part.__setitem__(
         2, "../other/__0_0.distcp"
     ),
-    "a state without end": lambda content, part: content["state"].update(deep=DEEP),
+}
+
+Tables = Callable[[torch.Tensor, torch.Tensor], Any]
+
+# What is changed in the tables of a weight of 3 by 4, which has one part: its offsets and sizes;
+# the number of its file, where its container begins and how long it is, and where its numbers are.
+TABLES: dict[str, Tables] = {
+    "a dimension is missing": lambda boxes, places: (boxes[..., 1:], places),
+    "a dimension more": lambda boxes, places: (boxes[..., [0, 1, 1]], places),
+    "a column is missing": lambda boxes, places: (boxes, places[:, 1:]),
+    "no part": lambda boxes, places: (boxes[:0], places[:0]),
+    "no table": lambda boxes, places: ("text", places),
+    "a hole at the top": lambda boxes, places: (boxes + box(1, 0, -1, 0), places),
+    "a hole at the right": lambda boxes, places: (boxes + box(0, 0, 0, -1), places),
+    "a part beyond the end": lambda boxes, places: (boxes + box(1, 0, 0, 0), places),
+    "a part twice": lambda boxes, places: (boxes[[0, 0]], places[[0, 0]]),
+    "fractions": lambda boxes, places: (boxes + 0.5, places),
+    "no such file": lambda boxes, places: (boxes, places + torch.tensor([9, 0, 0, 0])),
+    "beyond the end": lambda boxes, places: (
+        boxes,
+        places + torch.tensor([0, 0, 0, 9999]),
+    ),
+    "not aligned": lambda boxes, places: (boxes, places + torch.tensor([0, 0, 0, 1])),
+}
+
+
+def box(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers).view(2, 2)
+
+
+STATES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no state": lambda content: content.pop("state"),
+    "no dict": lambda content: content.update(state=[1]),
+    "a state without end": lambda content: content["state"].update(deep=DEEP),
 }
 DEEP: list[Any] = []
 for _ in range(600):
     DEEP = [DEEP]
 
 
-@pytest.mark.parametrize("change", CRAFTED.values(), ids=CRAFTED.keys())
-def test_a_crafted_folder_is_passed_over_for_an_older_one(
+def is_passed_over(folder: Path) -> None:
+    with pytest.raises(CorruptCheckpointError, match=folder.name):
+        read_checkpoint(str(folder))
+    model = nn.ParameterDict({"w": torch.zeros(3, 4), "n": torch.zeros(())})
+    found = Checkpointer(model, folder.parent).resume_or_load("")
+    assert found["iteration"] == 9
+
+
+@pytest.mark.parametrize("change", BEFORE.values(), ids=BEFORE.keys())
+def test_a_crafted_folder_of_an_earlier_version_is_passed_over(
     change: Change, tmp_path: Path
 ) -> None:
     save(tmp_path / "model_0000009", 9)
-    save(tmp_path / "other", 19)
-    folder = save(tmp_path / "model_0000019", 19)
+    save_as_before(tmp_path / "other", 19)
+    folder = save_as_before(tmp_path / "model_0000019", 19)
     content = torch.load(folder / "state.pth", weights_only=True)
     part = list(content["parts"]["model.w"][0])
     change(content, part)
     if "parts" in content:
         content["parts"]["model.w"] = [part] if part else []
     shutil.copy(folder / "__0_0.distcp", folder / "lost")
+    is_passed_over(forge(folder, "state.pth", content))
+
+
+@pytest.mark.parametrize("change", TABLES.values(), ids=TABLES.keys())
+def test_a_crafted_table_is_passed_over_for_an_older_folder(
+    change: Tables, tmp_path: Path
+) -> None:
+    save(tmp_path / "model_0000009", 9)
+    folder = save(tmp_path / "model_0000019", 19)
+    manifest = torch.load(folder / "manifest.pth", weights_only=True)
+    manifest["tensors"]["model.w"] = change(*manifest["tensors"]["model.w"])
+    is_passed_over(forge(folder, "manifest.pth", manifest))
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES.keys())
+def test_a_crafted_state_is_passed_over_for_an_older_folder(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    save(tmp_path / "model_0000009", 9)
+    folder = save(tmp_path / "model_0000019", 19)
+    content = torch.load(folder / "state.pth", weights_only=True)
+    change(content)
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
     forge(folder, "state.pth", content)
     sys.setrecursionlimit(limit)
-    manifest = torch.load(folder / "manifest.pth", weights_only=True)
-    del manifest["files"]["lost"]
-    forge(folder, "manifest.pth", manifest)
-    with pytest.raises(CorruptCheckpointError, match="model_0000019"):
-        read_checkpoint(str(folder))
-    model = nn.ParameterDict({"w": torch.zeros(3, 4), "n": torch.zeros(())})
-    found = Checkpointer(model, tmp_path).resume_or_load("")
-    assert found["iteration"] == 9
+    is_passed_over(folder)
 
 
-def test_a_shard_whose_records_are_marked_as_folders_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path / "a", 1)
+def test_an_earlier_shard_whose_records_are_marked_as_folders_is_refused(
+    tmp_path: Path,
+) -> None:
+    folder = save_as_before(tmp_path / "a", 1)
     shard = folder / "__0_0.distcp"
     raw = bytearray(shard.read_bytes())
     for entry in re.finditer(rb"PK\x01\x02", bytes(raw)):
@@ -214,8 +328,10 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     monkeypatch.setattr(os, "replace", replace)
     save(tmp_path / "a", 1)
     kinds = [re.sub(r"tmp-hooktrain-\d+-.+", "tmp", name) for name in trace]
-    files = [".state.pth.tmp", ".a.tmp", ".manifest.pth.tmp", ".a.tmp"]
-    assert kinds == ["__0_0.distcp", ".metadata.tmp", *files, "renamed", tmp_path.name]
+    files = []
+    for name in (".metadata", "state.pth", "manifest.pth"):
+        files += [f".{name}.tmp", ".a.tmp"]
+    assert kinds == ["__0_0.distcp", *files, "renamed", tmp_path.name]
 
 
 def test_parts_of_which_one_hides_a_hole_are_refused(
@@ -223,10 +339,11 @@ def test_parts_of_which_one_hides_a_hole_are_refused(
 ) -> None:
     folder = tmp_path / "a"
     shutil.copytree(sharded, folder)
-    content = torch.load(folder / "state.pth", weights_only=True)
-    first, (_, *second) = content["parts"]["model.weight"]
-    content["parts"]["model.weight"] = [first, ((3, 0), *second)]
-    forge(folder, "state.pth", content)
+    manifest = torch.load(folder / "manifest.pth", weights_only=True)
+    boxes, _ = manifest["tensors"]["model.weight"]
+    assert boxes.tolist() == [[[0, 0], [4, 5]], [[4, 0], [3, 5]]]
+    boxes[1, 0, 0] = 3
+    forge(folder, "manifest.pth", manifest)
     with pytest.raises(CorruptCheckpointError, match="overlap"):
         read_checkpoint(str(folder))
 
@@ -312,13 +429,13 @@ def test_a_damaged_file_is_named_before_anything_is_read(
             read(str(folder))
 
 
-def test_code_in_a_shard_is_not_run(sharded: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    shutil.copytree(sharded, folder)
-    forge(folder, "__1_0.distcp", RunsCode(tmp_path / "ran"))
-    with pytest.raises(CorruptCheckpointError, match="begins with"):
-        read_checkpoint(str(folder))
-    assert names(tmp_path) == ["a"]
+def test_code_in_a_shard_is_not_run(tmp_path: Path) -> None:
+    for name, written in (("a", save), ("b", save_as_before)):
+        folder = written(tmp_path / name, 1)
+        forge(folder, "__0_0.distcp", RunsCode(tmp_path / "ran"))
+        with pytest.raises(CorruptCheckpointError, match=str(folder)):
+            read_checkpoint(str(folder))
+    assert names(tmp_path) == ["a", "b"]
 
 
 def test_a_copy_takes_the_memory_of_the_copy_before() -> None:
@@ -410,6 +527,35 @@ def test_shards_are_copied_as_they_are_or_put_together() -> None:
     run_ranks(copy_shards, 2)
 
 
+def train_shards(folder: Path) -> tuple[Any, Any]:
+    """Save a sharded model and its optimizer; what torch reads of it into another model."""
+    model = shard_model(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "moments": optimizer.state_dict()["state"]}
+    save_folder(state, folder)
+    other = map_leaves(lambda _, leaf: torch.zeros_like(leaf), state)
+    dcp.load(other, checkpoint_id=folder)
+    return full_tensors(state), full_tensors(other)
+
+
+def test_torch_reads_what_two_ranks_have_written(tmp_path: Path) -> None:
+    """dcp.load on the ranks and in one process, and dcp_to_torch_save."""
+    (expected, on_ranks), _ = run_ranks(train_shards, 2, tmp_path / "a")
+    assert_equal(on_ranks, expected)
+    alone = map_leaves(lambda _, leaf: torch.zeros_like(leaf), expected)
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(alone, checkpoint_id=tmp_path / "a")
+    assert_equal(alone, expected)
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "a.pth")
+    found = torch.load(tmp_path / "a.pth", weights_only=True)
+    named: dict[str, Any] = {}
+    map_leaves(lambda keys, leaf: take(named, keys, leaf), expected)
+    assert len(named) == 7 + 4 * 3
+    assert_equal(found, named)
+
+
 def read_on_two_axes(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     placements = {
@@ -480,7 +626,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(
     full, full_in_background, lacking, altered = main
     assert "OSError: [Errno 28] no space to write on rank 1" in full
     assert "no space to write on rank 1" in full_in_background
-    assert "ValueError: Failed to validate global plan" in lacking
+    assert "ValueError: a rank has {'x'}" in lacking
     assert "CorruptCheckpointError" in altered
     assert "manifest.pth" in altered
     assert names(tmp_path) == ["good", "main"]

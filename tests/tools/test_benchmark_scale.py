@@ -1,6 +1,5 @@
 """tools/benchmark_scale.py, run in this process at a small size: what it counts and prints."""
 
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -43,13 +42,8 @@ def test_messages_are_counted_with_their_bytes(
 
 
 def test_a_checkpoint_is_measured(
-    tool: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = partial(tool.plan_costs, ranks=2, tensors=3)
-    monkeypatch.setattr(tool, "plan_costs", few)
     options = f"--gigabytes 0.001 --rounds 1 --folder {tmp_path}"
     tool.main(["checkpoint", *options.split()])
     rows = [cells(line) for line in capsys.readouterr().out.splitlines()]
@@ -63,11 +57,22 @@ def test_a_checkpoint_is_measured(
 def test_costs_follow_from_the_speeds(tool: ModuleType) -> None:
     speeds = {
         "copy into kept memory": (7.0, 10.0),
-        "save_folder (sha256, fsync)": (0.3, 0.5),
+        "save_folder (checksums, fsync)": (0.3, 0.5),
         "read_folder (verified)": (1.0, 2.0),
     }
     # 12 bytes of each of a billion parameters, on 8 ranks.
     assert tool.costs(speeds, 1, 8) == [1, 8, 12, 1.5, 0.15, 3.0, 0.75]
+
+
+def test_the_index_of_many_ranks_is_read(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool.main(["index", "--worlds", "512", "--tensors", "30"])
+    row = cells(capsys.readouterr().out.splitlines()[-1])
+    assert row[0] == "512"
+    numbers = 512 * 30 * (2 * 2 + 4)
+    assert 1 < float(row[1]) * 1e6 / (8 * numbers) < 1.2
+    assert all(float(each) > 0 for each in row[2:])
 
 
 def test_choosing_samples_is_measured(
