@@ -227,7 +227,7 @@ class OwnStep(SimpleTrainer):
     """A step of one's own, as most write it."""
 
     def run_step(self) -> None:
-        loss = self.compute_loss(next(self._data_loader_iter))
+        loss = self.compute_loss(self.next_batch())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -235,7 +235,7 @@ class OwnStep(SimpleTrainer):
 
 class NoZeroGrad(OwnStep):
     def run_step(self) -> None:
-        self.compute_loss(next(self._data_loader_iter)).backward()
+        self.compute_loss(self.next_batch()).backward()
         self.after_backward()
         self.optimizer.step()
 

@@ -69,6 +69,7 @@ class ModelTrainer(TrainerBase):
     }
     optim_wrapper: Any  # an OptimWrapper or OptimWrapperDict
     checkpointer: Any = None
+    _data_time = 0.0  # in next_batch, since losses were recorded
 
     def __init__(
         self,
@@ -114,13 +115,18 @@ class ModelTrainer(TrainerBase):
 
     @data_loader.setter
     def data_loader(self, data_loader: Iterable[Any]) -> None:
-        # The name is detectron2's; a run_step of yours may call next(self._data_loader_iter).
-        self._data_loader_iter = Batches(data_loader)
+        self._data_loader_iter = Batches(data_loader)  # the name is detectron2's
         self._loader_length = length_hint(data_loader)
 
     def prepare_batch(self, data: Any) -> Any:
         """Move a batch to the model's device. A subclass may do more."""
         return self._move(data)
+
+    def next_batch(self) -> Any:
+        """The next batch, on the model's device: what a ``run_step`` of your own begins with."""
+        batch, seconds = self._next_batch(self._data_loader_iter)
+        self._data_time += seconds
+        return batch
 
     def _next_batch(self, batches: Iterator[Any]) -> tuple[Any, float]:
         """The next batch on the model's device, and the seconds that it took."""
@@ -367,6 +373,23 @@ class SimpleTrainer(ModelTrainer):
         self.losses = {}  # frees their graph
         self._write_metrics(losses, data_time)
 
+    def record_losses(self, losses: State) -> None:
+        """Record the losses of an iteration: what a ``run_step`` of your own ends with.
+
+        Call it before the update, so that a loss that is not finite changes no weight.
+
+        Args:
+            losses: losses by name. Their sum is recorded as ``total_loss``, unless one of them has
+                this name.
+
+        Raises:
+            FloatingPointError: if the sum is not finite. With several ranks or an accelerator it is
+                checked at the end of a period.
+        """
+        data_time = self._data_time
+        self._data_time = 0.0
+        self._write_metrics(losses, data_time)
+
     def _write_metrics(
         self,
         loss_dict: State,
@@ -374,18 +397,13 @@ class SimpleTrainer(ModelTrainer):
         prefix: str = "",
         iter: int | None = None,
     ) -> None:
-        """Record the losses of an iteration, before its update.
+        """Record losses as detectron2's method of this name, which subclasses may override.
 
         Args:
-            loss_dict: losses by name. Their sum is recorded as ``total_loss``, unless one of
-                them has this name.
+            loss_dict: see :meth:`record_losses`.
             data_time: the seconds that the step waited for data.
             prefix: is put before each name.
             iter: the iteration; None is the current one.
-
-        Raises:
-            FloatingPointError: if the sum is not finite. It is checked here only on the CPU of a
-                single process, where that costs nothing.
         """
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}

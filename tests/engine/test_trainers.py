@@ -27,6 +27,7 @@ from hooktrain.engine import (
     StepTrainer,
     create_ddp_model,
     hooks,
+    trainers,
 )
 from hooktrain.engine.hooks import (
     BestCheckpointer,
@@ -87,6 +88,42 @@ def test_a_total_of_a_step_of_ones_own_is_recorded_as_it_is() -> None:
     assert {name: value for name, (value, _) in latest.items()} == expected
     with pytest.raises(FloatingPointError):
         trainer._write_metrics({"loss_a": 1.0, "total_loss": math.nan}, 0.5)
+
+
+def test_a_step_of_ones_own_records_its_losses_and_its_wait_for_all_its_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Tensor] = []
+    written: list[Any] = []
+
+    class TwoBatches(SimpleTrainer):
+        def run_step(self) -> None:
+            pair = [self.next_batch(), self.next_batch()]
+            seen.extend(pair)
+            losses = list(map(self.compute_loss, pair))
+            self.optim_wrapper.zero_grad()
+            sum(losses).backward()  # type: ignore[union-attr]
+            self.after_backward()
+            self.record_losses({"one": losses[0], "two": losses[1]})
+            self.optimizer.step()
+
+        def _write_metrics(self, loss_dict: Any, data_time: float, *more: Any) -> None:
+            written.append((list(loss_dict), data_time))
+            super()._write_metrics(loss_dict, data_time, *more)
+
+        def prepare_batch(self, data: Any) -> Any:
+            return -super().prepare_batch(data)
+
+    times = (i**2 for i in range(100))
+    clock = SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr(trainers, "time", clock)
+    model, given = Net(), batches(4)
+    trainer = TwoBatches(model, given, sgd(model))
+    trainer.train(0, 2)
+    assert [float(batch[0, 0]) for batch in seen] == [-float(b[0, 0]) for b in given]
+    # From 0 to 1 and from 4 to 9, then from 16 to 25 and from 36 to 49.
+    assert written == [(["one", "two"], 6), (["one", "two"], 22)]
+    assert trainer.storage.history("data_time").values() == [(6.0, 0), (22.0, 1)]
 
 
 LOSS = torch.ones((), requires_grad=True)
