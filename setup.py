@@ -19,9 +19,18 @@ DETECTION = ["pillow>=9.4", "pycocotools>=2.0.8"]
 STREAMS = ["torchdata>=0.10"]
 STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
 
+# The scripts of the command hooktrain, and what changes the imports of other projects.
+TOOLS = [
+    "train_net.py",
+    "plot.py",
+    "checkpoint.py",
+    "from_detectron2.sed",
+    "from_mmengine.sed",
+]
+
 
 class BuildWithScripts(build_py):
-    """Puts what the command hooktrain needs into the package."""
+    """Copies README, configurations and the tools of users into the package."""
 
     def run(self):
         super().run()
@@ -29,10 +38,12 @@ class BuildWithScripts(build_py):
             return
         package = Path(self.build_lib, "hooktrain")
         shutil.copy(ROOT / "README.md", package)
-        for folder in ("tools", "configs"):
-            unwanted = shutil.ignore_patterns("__pycache__")
-            target = package / folder
-            shutil.copytree(ROOT / folder, target, ignore=unwanted, dirs_exist_ok=True)
+        unwanted = shutil.ignore_patterns("__pycache__")
+        configs = package / "configs"
+        shutil.copytree(ROOT / "configs", configs, ignore=unwanted, dirs_exist_ok=True)
+        (package / "tools").mkdir(exist_ok=True)
+        for tool in TOOLS:
+            shutil.copy(ROOT / "tools" / tool, package / "tools")
 
 
 setup(

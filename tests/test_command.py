@@ -58,11 +58,19 @@ def test_a_new_project_has_the_script_of_the_readme(
         call(monkeypatch, "new", "mine")
 
 
-def test_an_installed_package_has_its_scripts(tmp_path: Path) -> None:
+def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     setup = [sys.executable, "-W", "ignore", "setup.py", "-q"]
     build = [*setup, "build_py", "--build-lib", tmp_path]
     subprocess.run(build, cwd=ROOT, check=True)
-    shipped = ("README.md", "tools/train_net.py", "configs/common/train.py")
-    for name in (*shipped, "demos/digits_data/README.md"):
-        assert (tmp_path / "hooktrain" / name).is_file(), name
+    package = tmp_path / "hooktrain"
+    shipped = ("README.md", "configs/common/train.py", "demos/digits_data/README.md")
+    for name in shipped:
+        assert (package / name).is_file(), name
+    assert {path.name for path in (package / "tools").iterdir()} == {
+        "train_net.py",
+        "plot.py",
+        "checkpoint.py",
+        "from_detectron2.sed",
+        "from_mmengine.sed",
+    }
