@@ -76,8 +76,8 @@ def test_training_equals_a_loop_of_ones_own_bit_for_bit(
     trainer = trainer_of(folder)
     with caplog.at_level(logging.INFO, "hooktrain.model"):
         trainer.train(0, 2)
-    told = f"forward() of {type(trainer.model).__name__} gets batches by keywords"
-    assert caplog.messages.count(told) == 1
+    told = f"forward() of {type(trainer.model).__name__}"
+    assert [told in message for message in caplog.messages].count(True) == 1
     model = load(folder).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for iteration, pair in enumerate([batches(folder)[:2], batches(folder)[2:]]):

@@ -1,4 +1,4 @@
-"""Models that own their step, their wrappers, and what a trainer does to models."""
+"""Models with a training step, their wrappers, averaged weights and batch-norm statistics."""
 
 from hooktrain.model.averaged import (
     BaseAveragedModel as BaseAveragedModel,

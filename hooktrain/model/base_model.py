@@ -1,4 +1,4 @@
-"""The base class of models that own their training step, and that of their preprocessors."""
+"""The base classes of models with their own training step, and of their data preprocessors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from hooktrain.model.losses import parse_losses
 from hooktrain.utils.tensors import to_device
 
-# The values of a step to log.
+# The metrics of a step by name.
 Values: TypeAlias = dict[str, Tensor]
 
 
 class BaseDataPreprocessor(nn.Module):
-    """Moves a batch to the device of the preprocessor.
+    """Moves a batch to the device of the model.
 
-    ``to``, ``cuda``, ``cpu`` and so on of the model that it is a part of move it too. It has no
-    state. Override :meth:`forward` to do more.
+    The device follows ``to``, ``cuda``, ``cpu`` and so on of the model that the preprocessor is a
+    part of. It has no state. Override :meth:`forward` to do more.
 
     Attributes:
         device: the device that batches are moved to.
@@ -37,7 +37,7 @@ class BaseDataPreprocessor(nn.Module):
 
         Args:
             data: the batch.
-            training: whether the batch is for training; it makes a difference in subclasses only.
+            training: whether the batch is for training. Only subclasses use it.
 
         Returns:
             A dict of arguments by name, or a list or tuple of arguments. Here it is the batch, on
@@ -46,8 +46,8 @@ class BaseDataPreprocessor(nn.Module):
         return self.cast_data(data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Every method that moves a module calls this. A buffer would be moved without it, but
-        # DistributedDataParallel would broadcast a buffer in every step.
+        # Every method that moves a module calls this one. A buffer would follow by itself, but
+        # DistributedDataParallel would broadcast it in every step.
         probe = torch.empty(0, device=self.device)
         self.device = fn(probe).device
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -77,8 +77,8 @@ class BaseModel(nn.Module, ABC):
 
     Args:
         data_preprocessor: a module that turns a batch into the arguments of :meth:`forward`. It is
-            called with the batch and with whether it is for training. None is
-            :class:`BaseDataPreprocessor`.
+            called with the batch and a flag that says whether the batch is for training. None
+            takes a :class:`BaseDataPreprocessor`.
 
     Attributes:
         data_preprocessor: the module.
@@ -96,27 +96,27 @@ class BaseModel(nn.Module, ABC):
     ) -> Any:
         """Compute losses, predictions or raw outputs.
 
-        The data preprocessor returns the arguments before ``mode``. A subclass may have others.
+        The arguments before ``mode`` come from the data preprocessor. A subclass may name others.
 
         Args:
             inputs: the inputs of a batch.
-            data_samples: what belongs to the inputs, such as labels.
-            mode: with ``"loss"`` the result is a dict as :meth:`parse_losses` takes it, with
-                ``"predict"`` what the evaluator takes, with ``"tensor"`` whatever is useful.
+            data_samples: the labels or other annotations of the inputs.
+            mode: ``"loss"`` returns a dict for :meth:`parse_losses`, ``"predict"`` the predictions
+                for the evaluator, and ``"tensor"`` raw outputs of any kind.
         """
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Values:
-        """Preprocess one batch, compute the losses, and give their sum to the optimizer.
+        """Preprocess one batch, compute the losses, and update the parameters by their sum.
 
-        Preprocessing and forward run inside ``optim_context``, which decides on the precision, and
-        on whether the ranks communicate in the next backward pass.
+        Preprocessing and forward run inside ``optim_context``, which sets the precision, and
+        decides whether the ranks exchange gradients in the next backward pass.
 
         Args:
             data: a batch of the data loader.
             optim_wrapper: the :class:`hooktrain.solver.OptimWrapper`.
 
         Returns:
-            The values to log, without gradient, on the device.
+            The metrics, without gradient, on the device.
 
         Raises:
             TypeError: if the preprocessor returns neither dict, list nor tuple.
@@ -131,21 +131,21 @@ class BaseModel(nn.Module, ABC):
     def val_step(self, data: Any) -> Any:
         """Preprocess one batch and predict.
 
-        The evaluation that calls it puts the model into evaluation mode and turns gradients off;
-        this method does neither.
+        The caller puts the model into evaluation mode and turns gradients off; this method does
+        neither.
 
         Returns:
-            What the forward returns.
+            The predictions, as :meth:`forward` returns them.
         """
         arguments = self.data_preprocessor(data, False)
         return self._run_forward(arguments, mode="predict")
 
     def test_step(self, data: Any) -> Any:
-        """Do what :meth:`val_step` of this class does, also where a subclass overrides that."""
+        """Preprocess one batch and predict, even if a subclass overrides :meth:`val_step`."""
         return BaseModel.val_step(self, data)
 
     def _run_forward(self, data: Any, mode: str) -> Any:
-        # It has MMEngine's name, since models of MMEngine override it.
+        # The name is MMEngine's, whose models override this method.
         if isinstance(data, Mapping):
             return self(**data, mode=mode)
         if isinstance(data, list | tuple):
@@ -155,14 +155,15 @@ class BaseModel(nn.Module, ABC):
         )
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, Values]:
-        """Split what the forward returned into the loss and the values to log.
+        """Split the output of the forward pass into the loss to differentiate and the metrics.
 
         Args:
-            losses: see :func:`hooktrain.model.losses.parse_losses`, which decides what is a loss.
+            losses: see :func:`hooktrain.model.losses.parse_losses`, which tells losses from other
+                metrics.
 
         Returns:
-            The loss to go backward from, and all values by name, without gradient; the loss comes
-            first, as ``total_loss``.
+            The total loss, and all metrics by name, without gradient. The first of these is
+            ``total_loss``.
         """
         loss, values = parse_losses(losses)
         return loss, {name: value.detach() for name, value in values.items()}

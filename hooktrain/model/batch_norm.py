@@ -17,7 +17,7 @@ from hooktrain.utils.workers import start_workers
 
 
 def get_bn_modules(model: nn.Module) -> list[nn.Module]:
-    """The BatchNorm layers in training mode that keep running statistics."""
+    """Return the BatchNorm layers in training mode that keep running statistics."""
     norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
     return [norm for norm in norms if norm.training and norm.track_running_stats]
 
@@ -26,31 +26,31 @@ def get_bn_modules(model: nn.Module) -> list[nn.Module]:
 def update_bn_stats(
     model: nn.Module, data_loader: Iterable[Any], num_iters: int = 200
 ) -> None:
-    """Replace the running statistics of BatchNorm layers by those of a sample of the data.
+    """Replace the running statistics of BatchNorm layers by exact ones of a sample of the data.
 
     Moving averages lag behind weights that change fast, and weigh the last batches most. Here the
     mean and the (biased) variance are those of all values that a layer sees in ``num_iters``
     batches, each value with the same weight (Wu and Johnson, Rethinking "Batch" in BatchNorm,
     arXiv:2105.07576, section 3). On several ranks they are those of all ranks. Collective.
 
-    The statistics of the layers that :func:`get_bn_modules` gives are replaced, except for layers
-    that no batch reaches. Buffers are written in place after the last batch, so an error changes
-    none. A layer that is used twice in a forward pass gets the statistics of both uses.
+    It changes the layers that :func:`get_bn_modules` returns, except for layers that no batch
+    reaches. Buffers are written in place after the last batch, so an error changes none of them.
+    A layer that is used twice in a forward pass gets the statistics of both uses.
 
     Args:
-        model: the model, which is called with each batch, without gradients, in its present mode.
+        model: the model, which is called with each batch, without gradients, in its current mode.
             A :class:`hooktrain.model.BaseModel` is called as in training.
-        data_loader: gives at least ``num_iters`` batches. No more are taken from it.
-        num_iters: how many batches to take; 0 changes nothing.
+        data_loader: yields at least ``num_iters`` batches. No more are taken from it.
+        num_iters: the number of batches to take; 0 changes nothing.
 
     Raises:
-        ValueError: on all ranks, if the loader of one of them is shorter.
+        ValueError: on all ranks, if the loader of one of them is too short.
     """
     layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
     # For each channel of all layers: the number of values, their sum, and the sum of their
-    # squares. They are float64, so that little cancels where the mean is large.
+    # squares, in float64, so that little cancels if the mean is large.
     sizes = [layer.num_features for layer in layers]
     sums = layers[0].running_mean.new_zeros((3, sum(sizes)), dtype=torch.float64)
     of_layers = dict(zip(layers, sums.split(sizes, dim=1), strict=True))
@@ -58,7 +58,7 @@ def update_bn_stats(
     seen = _add_up(model, of_layers, batches)
     if comm.any_rank(seen < num_iters):
         raise ValueError(
-            f"a data_loader is too short: this gave {seen} of num_iters={num_iters}"
+            f"a data_loader is too short: this one has {seen} of num_iters={num_iters} batches"
         )
     if comm.get_world_size() > 1:
         dist.all_reduce(sums)
@@ -73,10 +73,10 @@ def update_bn_stats(
 def _add_up(model: nn.Module, sums: dict[Any, Tensor], batches: Iterable[Any]) -> int:
     """Call the model with the batches, and add the inputs of the layers to their sums.
 
-    Meanwhile the layers do not change their running statistics.
+    Meanwhile the layers do not update their running statistics.
 
     Returns:
-        How many batches there were.
+        The number of batches.
     """
 
     def observe(layer: nn.Module, args: tuple[Tensor]) -> None:

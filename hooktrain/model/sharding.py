@@ -1,8 +1,7 @@
 """A model sharded over ranks by torch's ``fully_shard`` (FSDP2).
 
 Each rank holds a part of every parameter, of its gradient and of the optimizer's state.
-A layer's parameters are brought together right before it computes. Names stay as they
-are.
+The parameters of a layer are gathered right before it computes. Names stay the same.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,8 +23,8 @@ if TYPE_CHECKING:  # it is heavy, and few runs need it
 
 # A policy of mixed precision, or its arguments, in which data types may be names.
 Precision: TypeAlias = "MixedPrecisionPolicy | Mapping[str, Any] | None"
-# Which modules of a model: those of some classes, given as classes or by their bare
-# names, or those for which ``rule(name, module)``.
+# Selects modules of a model: those of some classes, given as classes or by their bare
+# names, or those for which ``rule(name, module)`` is true.
 WrapRule: TypeAlias = (
     Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 )
@@ -49,36 +48,36 @@ def shard_model(
 
     A model on the meta device gets memory for this rank's shards, and then values: as at
     construction, ``reset_parameters`` of each module is called, children before their
-    parent, and then ``init_weights`` of the model, if it has that. Only what an operation
-    uses is whole meanwhile, so a model may be larger than the memory of a device. The
-    values are those of one process with the first rank's seed, on this kind of device, if
-    its constructor draws in this order.
-    Parts of a parameter (``weight[2]``) can be changed until the next one is used; torch
-    refuses it then, since that would be lost.
+    parent, and then ``init_weights`` of the model, if it has that method. Only the
+    tensors that an operation uses are whole meanwhile, so a model may be larger than the
+    memory of a device. The values are those of one process with the first rank's seed, on
+    this kind of device, if its constructor draws random numbers in this order.
+    A part of a parameter (``weight[2]``) can be changed until the next parameter is used.
+    After that torch refuses the change, which would be lost.
 
     Args:
         model: the model.
-        wrap: the modules whose parameters are brought together one module at a time,
-            such as the blocks of a transformer. The rest is one more unit. With none,
-            the whole model is one.
-        mp_policy: the precision to compute and to communicate in; a dict is its
-            arguments, with names for data types: ``{"param_dtype": "bfloat16",
-            "reduce_dtype": "float32"}``.
-        offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
-        reshard_after_forward: free a unit's parameters after its forward pass and bring
-            them together again for the backward one. False takes more memory and
-            communicates less.
+        wrap: the modules that are units of their own, such as the blocks of a
+            transformer: the parameters of a unit are gathered together. The rest of the
+            model is one more unit.
+        mp_policy: the data types to compute and to communicate in, or a dict of the
+            policy's arguments, in which data types may be names: ``{"param_dtype":
+            "bfloat16", "reduce_dtype": "float32"}``.
+        offload: keep parameters, gradients and the optimizer's state in CPU memory.
+        reshard_after_forward: free a unit's parameters after its forward pass, and gather
+            them again for the backward pass. False takes more memory and communicates
+            less.
         mesh: the ranks, in one dimension, or in two to shard over the second and
-            replicate over the first. None is all ranks, on the accelerator, or on the CPU
-            if there is none.
+            replicate over the first. None takes all ranks, on the accelerator, or on the
+            CPU if there is none.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: for a rule that matches nothing or that tears apart a shared
-            parameter; for what neither ``reset_parameters`` nor ``init_weights`` gives
-            values to, on the meta device.
+        ValueError: for a rule that matches no module, or that puts modules with a shared
+            parameter into different units; for a tensor on the meta device to which
+            neither ``reset_parameters`` nor ``init_weights`` gives values.
         TypeError: for a rule of another kind, or an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in ``mp_policy``.
     """
@@ -93,8 +92,8 @@ def shard_model(
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": build_mp_policy(mp_policy),
-        # torch keeps the rest's parameters after the forward pass, since the backward
-        # pass begins there.
+        # With None torch keeps the root's parameters after the forward pass, since the
+        # backward pass begins there.
         "reshard_after_forward": None if reshard_after_forward else False,
         "offload_policy": CPUOffloadPolicy(pinned) if offload else OffloadPolicy(),
     }
@@ -105,8 +104,8 @@ def shard_model(
     # A parameter counts once, however many modules share it.
     if len(list(model.parameters())) > parameters:
         raise ValueError(
-            "modules share a parameter, which would come apart: leave those of them "
-            f"that {wrap!r} selects to the rest of the model"
+            "units of the model share a parameter, which would become two: let "
+            f"{wrap!r} select none of the modules that share it"
         )
     if on_meta(model):
         _initialise(model, offload)
@@ -114,15 +113,15 @@ def shard_model(
 
 
 def check_parallelized(model: nn.Module) -> None:
-    """Refuse what would go wrong late where tensor parallelism and shards come together.
+    """Reject a model of tensor parallelism that cannot be sharded in addition.
 
     Args:
-        model: before it is sharded.
+        model: the model before it is sharded.
 
     Raises:
-        ValueError: if some parameters are divided or replicated as DTensors and others
-            are not, since no optimizer takes both together; or if rows cannot be divided
-            evenly, since torch does not know then where shards of shards are.
+        ValueError: if only some of the parameters are DTensors, since no optimizer takes
+            both kinds together; or if rows cannot be divided evenly, since torch then
+            does not know where the shards of shards are.
     """
     parameters: dict[str, Any] = dict(model.named_parameters())
     plain = [name for name, p in parameters.items() if not is_sharded(p)]
@@ -130,8 +129,8 @@ def check_parallelized(model: nn.Module) -> None:
         return
     if plain:
         raise ValueError(
-            f"parallelize has left out {plain}: divide or replicate them too, such as "
-            "norms by SequenceParallel()"
+            f"parallelize must divide or replicate {plain} too, for example norms by "
+            "SequenceParallel()"
         )
     for name, parameter in parameters.items():
         ranks = parameter.device_mesh.size()
@@ -143,20 +142,16 @@ def check_parallelized(model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:
-    """Let modules compute their activations again in the backward pass, in less memory.
+    """Recompute the activations of modules in the backward pass, to save memory.
 
-    Modules and names stay as they are. Do it before the model is sharded or compiled.
+    Modules and their names stay the same. Call it before the model is sharded or compiled.
 
     Args:
-        model: is changed.
-        rule: see :func:`select_modules`.
-
-    Raises:
-        TypeError: as :func:`select_modules`.
-        ValueError: as :func:`select_modules`.
+        model: the model; it is changed in place.
+        rule: see :func:`select_modules`, also for errors.
     """
     for module in select_modules(model, rule):
-        # A method of this module, which a copy of the model copies too.
+        # As a bound method it is copied with the model, and then belongs to the copy.
         module.forward = MethodType(_recomputed, module)
 
 
@@ -166,20 +161,18 @@ def _recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
-    """The modules inside a model that a rule selects, outer ones before inner ones.
+    """Return the modules inside a model that a rule selects, outer ones before inner ones.
 
     Args:
-        model: is never selected itself.
+        model: the model, which is never selected itself.
         rule: classes or names of classes, or a function of full name and module.
 
     Raises:
         TypeError: if ``rule`` is a single class or name.
-        ValueError: if it selects no module; an empty collection may.
+        ValueError: if it selects no module, unless it is an empty collection.
     """
     if isinstance(rule, str | type | bool):
-        raise TypeError(
-            f"a rule must be a collection of classes or a function, not {rule!r}"
-        )
+        raise TypeError(f"a rule must be a list of classes or a function, not {rule!r}")
     modules = dict(model.named_modules())
     del modules[""]
     chosen = [
@@ -196,13 +189,15 @@ def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
 def _selects(rule: WrapRule, name: str, module: nn.Module) -> bool:
     if callable(rule):
         return rule(name, module)
-    # The base classes count too: fully_shard makes a class of its own.
+    # The base classes count too, since fully_shard gives a module a class of its own.
     kinds = type(module).__mro__
     return any(kind in rule or kind.__name__ in rule for kind in kinds)
 
 
 def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
-    """A policy from its arguments, in which data types may be names; None is float32.
+    """Build a policy from its arguments, in which data types may be names.
+
+    None changes no data type.
 
     Raises:
         TypeError: for an unknown option.
@@ -220,7 +215,7 @@ def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
 
 
 def on_meta(model: nn.Module, recurse: bool = True) -> bool:
-    """Whether a tensor of a model, or only of the module itself, is on the meta device."""
+    """Whether a tensor of a module is on the meta device; with ``recurse``, of its children too."""
     return any(tensor.is_meta for tensor in _tensors(model, recurse))
 
 
@@ -230,7 +225,7 @@ def _tensors(module: nn.Module, recurse: bool = False) -> list[Tensor]:
 
 @torch.no_grad()
 def _initialise(model: nn.Module, offload: bool) -> None:
-    """Give memory and values to what is on the meta device. A collective."""
+    """Give memory and values to the tensors on the meta device. A collective."""
     parameter: Any = next(model.parameters())
     device = parameter.device_mesh.device_type
     memory = "cpu" if offload else device
@@ -243,7 +238,7 @@ def _initialise(model: nn.Module, offload: bool) -> None:
         wholes.untouched.update(_tensors(module))
     with torch.device(memory), wholes:
         for module in dict.fromkeys(fresh):  # one may be at several places
-            # torch's attention has it under the second name.
+            # In torch's attention the method has the second name.
             reset = getattr(module, "_reset_parameters", lambda: None)
             getattr(module, "reset_parameters", reset)()
         getattr(model, "init_weights", lambda: None)()
@@ -258,16 +253,16 @@ def _initialise(model: nn.Module, offload: bool) -> None:
     if forgotten:
         raise ValueError(
             "reset_parameters() of a module or init_weights() of the model must give values "
-            f"to what is on the meta device: {forgotten}"
+            f"to these tensors on the meta device: {forgotten}"
         )
 
 
 class _Wholes(TorchDispatchMode):
-    """Shows an operation whole tensors in place of sharded ones. Collective.
+    """Gives operations whole tensors in place of sharded ones. Collective.
 
-    So an initialiser may do anything to a tensor, and draws what it draws in one process.
-    DTensor itself loses what is written to a part of one, and draws other numbers: on the
-    CPU the same ones for each shard.
+    So an initialiser may do anything to a tensor, and draws the same numbers as in one
+    process. DTensor itself loses what is written to a part of a tensor, and draws other
+    numbers: on the CPU the same ones for each shard.
     """
 
     def __init__(self) -> None:
@@ -282,11 +277,11 @@ class _Wholes(TorchDispatchMode):
         leaves = tree_leaves(given)
         self.untouched.difference_update(leaves)
         if func is torch.ops.aten.detach.default:
-            return func(*args)  # which shares the memory of a shard
+            return func(*args)  # it shares the memory of a shard
         sharded = [leaf for leaf in leaves if is_sharded(leaf)]
         if not self.wholes.keys() >= set(sharded):
             self.put_back()
-            # Where a rank has all of it, full_tensor gives the shard itself.
+            # If one rank has all of it, full_tensor returns the shard itself.
             self.wholes = {tensor: full_tensor(tensor).clone() for tensor in sharded}
         args, kwargs = tree_map_only(
             Tensor, lambda tensor: self.wholes.get(tensor, tensor), given
@@ -294,9 +289,9 @@ class _Wholes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def put_back(self) -> None:
-        """Give each rank its shards."""
+        """Write the whole tensors back into the shards of each rank."""
         for sharded, whole in self.wholes.items():
             sharded.copy_(shard_like(whole, sharded))
-            # A part of it that is changed from now on would be lost.
+            # A change of a part of it would be lost from now on.
             torch._C._set_throw_on_mutable_data_ptr(whole)
         self.wholes = {}

@@ -1,4 +1,4 @@
-"""DistributedDataParallel for models that own their step, and how wrapped models are called."""
+"""DistributedDataParallel for models with their own step, and calls of wrapped models."""
 
 import inspect
 import logging
@@ -20,12 +20,12 @@ _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class NamingDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel whose error names the parameters that got no gradient.
+    """DistributedDataParallel whose error names the parameters without a gradient.
 
     Args:
         module: the model, on its device.
-        broadcast_buffers: whether to send the first rank's buffers to all ranks in each forward
-            pass. At the start they are always sent, as parameters are.
+        broadcast_buffers: whether to broadcast the first rank's buffers in each forward pass. At
+            the start they are always broadcast, like the parameters.
         **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without ``device_ids``
             the module stays on its device, which may be the CPU.
     """
@@ -39,7 +39,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             c10d.set_debug_level(c10d.DebugLevel.INFO)
         super().__init__(module, **kwargs)
         c10d.set_debug_level(level)
-        # torch's argument of this name is deprecated, and also decides on the start.
+        # torch's argument of this name is deprecated, and also governs the broadcast at the start.
         self.broadcast_buffers = broadcast_buffers
 
 
@@ -51,18 +51,18 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
     optimizers needs :class:`hooktrain.model.SeparateDistributedDataParallel`.
 
     Args:
-        module: the model, on its device. It has the ``data_preprocessor`` and ``parse_losses`` of
-            a BaseModel, and does not override ``train_step``, which would not be called.
+        module: the model, on its device, with the ``data_preprocessor`` and ``parse_losses`` of a
+            BaseModel. It must not override ``train_step``, since that would not be called.
         **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`.
     """
 
     _run_forward = BaseModel._run_forward
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Values:
-        """Do the step of :class:`hooktrain.model.BaseModel`, with the forward pass through DDP.
+        """Run the step of :class:`hooktrain.model.BaseModel`, with the forward pass through DDP.
 
         Returns:
-            The values to log.
+            The metrics of the step.
 
         Raises:
             TypeError: if the model overrides ``train_step``.
@@ -71,7 +71,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
         step = getattr(model, "train_step", None)
         if step not in (None, BaseModel.train_step):
             raise TypeError(
-                f"{model.__name__} has its own train_step, not called here: "
+                f"StepDistributedDataParallel would not call {model.__name__}.train_step: "
                 "use SeparateDistributedDataParallel"
             )
         return BaseModel.train_step(self, data, optim_wrapper)  # type: ignore[arg-type]
@@ -98,38 +98,37 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
 
     It is for models with several optimizers, such as GANs. DDP around the whole model would wait
     in each backward pass for the gradients of the parts that this pass does not reach. The model's
-    ``train_step`` calls its children, and so their DDP. It has to call a child under
+    ``train_step`` calls its children, and so their DDP. It must call a child under
     :func:`torch.no_grad` if no backward pass through it follows, since DDP waits for one.
 
     Each child with trainable parameters is replaced, in the model, by a
-    :class:`hooktrain.model.StepDistributedDataParallel` around it. Other children get the values
-    of the first rank, and stay as they are. The state of ``module`` has the names of the bare
-    model, and that of this wrapper has them with the prefix ``module.``, as with DDP. So a
+    :class:`hooktrain.model.StepDistributedDataParallel` around it. Other children get the first
+    rank's values, and are not wrapped. The state of ``module`` has the names of the bare model,
+    and the state of this wrapper has them with the prefix ``module.``, as with DDP. So a
     checkpoint fits any number of ranks.
 
     Args:
-        module: the model, on its device; it is changed.
-        broadcast_buffers: whether to send the first rank's buffers to all ranks in each forward
-            pass.
+        module: the model, on its device; it is changed in place.
+        broadcast_buffers: whether to broadcast the first rank's buffers in each forward pass.
         **kwargs: arguments of DDP for each child, such as ``device_ids`` or
             ``find_unused_parameters``.
 
     Raises:
-        ValueError: if the model has trainable parameters outside of its children, whose gradients
-            nobody would exchange.
+        ValueError: if the model has trainable parameters outside of its children, since the ranks
+            would not exchange their gradients.
     """
 
     def __init__(
         self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any
     ) -> None:
-        # This is a DDP by its type, so that code that looks for a DDP and its `module` finds it.
-        # It has no other attributes of a DDP, since those around the children do the work.
+        # Code that looks for a DDP with a `module` finds this one by its type. It has no other
+        # attributes of a DDP, since the ones around the children do the work.
         nn.Module.__init__(self)
         named = module.named_parameters(recurse=False)
         own = [name for name, parameter in named if parameter.requires_grad]
         if own:
             raise ValueError(
-                f"move {own} of {type(module).__name__} itself into a child"
+                f"move the parameters {own} of {type(module).__name__} itself into a child"
             )
         group = kwargs.get("process_group")
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -139,7 +138,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         for child in module.children():
             if any(parameter.requires_grad for parameter in child.parameters()):
                 parts[child] = _Part(child, **kwargs)
-        # named_children() leaves out the second name of a child.
+        # named_children() omits the second name of a child.
         for name, inner in module._modules.items():
             module._modules[name] = parts.get(inner, inner)
         self.module = module
@@ -149,16 +148,12 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Values:
-        """Call ``train_step`` of the model, which calls the children through their DDP.
-
-        Returns:
-            The values to log.
-        """
+        """Call ``train_step`` of the model, which calls the children through their DDP."""
         return self.module.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the ranks not exchange gradients in the backward passes inside this context."""
+        """Keep the ranks from exchanging gradients in backward passes inside this context."""
         with ExitStack() as stack:
             for part in self._parts():
                 stack.enter_context(part.no_sync())
@@ -174,7 +169,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
 
 
 class _Part(StepDistributedDataParallel):
-    """DDP around a child, with the same names in its state as without DDP."""
+    """DDP around a child, whose state has the names of the bare child."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the child."""
@@ -191,23 +186,23 @@ class _Part(StepDistributedDataParallel):
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Whether it is a data parallel wrapper, torch's or one of these, or extends one."""
+    """Whether the model is a data parallel wrapper, of torch, this module or a subclass."""
     return isinstance(model, nn.DataParallel | DistributedDataParallel)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside all wrappers, in any order.
+    """Return the model inside all wrappers, in any order.
 
-    Wrappers are those of :func:`is_model_wrapper`, which have the model as ``module``, and
+    Wrappers are those of :func:`is_model_wrapper`, which hold the model as ``module``, and
     ``torch.compile``.
 
     Raises:
-        TypeError: if ``model`` is no module.
+        TypeError: if ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model must be an nn.Module object, but got {model!r:.80}")
     while True:
-        # torch.compile's class is slow to import, so it is recognised by this attribute.
+        # The class of torch.compile is slow to import, so its attribute identifies it.
         name = "module" if is_model_wrapper(model) else "_orig_mod"
         if name not in model._modules:
             return model
@@ -215,12 +210,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a batch, or with the items of the batch by keywords.
+    """Call a model with a batch, or with the items of the batch as keyword arguments.
 
-    Models of Hugging Face take keywords. They are used if the first batch is a dict whose keys are
-    all parameters of the model's ``forward``, and if that has several. A ``forward`` with a single
-    parameter, such as ``forward(self, batch)``, gets the dict itself. A line of the log tells how
-    the model is called.
+    Models of Hugging Face take keyword arguments. They are used if the first batch is a dict whose
+    keys are all parameters of the model's ``forward``, and if that has several parameters. A
+    ``forward`` with a single one, such as ``forward(self, batch)``, gets the dict itself. The
+    choice is logged.
     """
     if isinstance(batch, Mapping) and isinstance(model, nn.Module):
         if model not in _by_keywords:
@@ -241,10 +236,8 @@ def _takes_keywords(model: nn.Module, batch: Mapping[Any, Any]) -> bool:
     name = type(model).__name__
     if others:
         hint = did_you_mean(others[0], names)
-        text = (
-            "forward() of %s gets batches as one dict, since it has no parameter %r%s"
-        )
+        text = "forward() of %s gets each batch as one dict, since it has no parameter %r%s"
         logger.warning(text, name, others[0], hint)
         return False
-    logger.info("forward() of %s gets batches by keywords", name)
+    logger.info("forward() of %s gets each batch as keyword arguments", name)
     return True

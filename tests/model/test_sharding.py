@@ -355,5 +355,5 @@ def _forgotten() -> list[str]:
 def test_what_no_method_has_initialised_is_named(two: list[dict[str, Any]]) -> None:
     for result in two:
         both, table = result["forgotten"]
-        assert both.endswith("device: ['scale', 'second.table']")
-        assert table.endswith("device: ['second.table']")
+        assert both.endswith("['scale', 'second.table']")
+        assert table.endswith("['second.table']")
