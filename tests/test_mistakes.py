@@ -576,7 +576,7 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ((*DIGITS, "train.hooks=[]"), r"no 'hooks'; there is ((?!a \+ before).)*$"),
     ((*DIGITS, "optimizer.betas=1"), r"'betas'.*a \+ before"),
     ((*DIGITS, "train.batch_size=8"), "dataloader.*total_batch_size"),
-    ((*DIGITS, "+train.epochs=3", "train.log_period=0"), "nothing reads"),
+    ((*DIGITS, "+train.epochs=3", "train.log_period=0"), "train.epochs.*max_epochs"),
     ((*DIGITS, "train.log_period=0"), "got 0"),
     ((*DIGITS, "train.device=gpu"), "'gpu' is no device"),
     (

@@ -1,4 +1,4 @@
-"""A configuration becomes a trainer: functions for its parts, and one that calls them all."""
+"""Builds a trainer from a configuration: functions for its parts, and one that calls them all."""
 
 import logging
 import weakref
@@ -28,27 +28,26 @@ logger = logging.getLogger(__name__)
 def build_trainer(
     cfg: Any, trainer_class: type[SimpleTrainer | StepTrainer] | None = None
 ) -> SimpleTrainer | StepTrainer:
-    """The trainer that a lazy configuration describes, with its hooks. A collective.
+    """Build the trainer that a lazy configuration describes, with its hooks. A collective.
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
-    ``dataloader.{train,test,evaluator}`` and ``train``, which holds
-    what :func:`hooktrain.engine.train_settings` has.
-    Without ``lr_multiplier`` the rate stays as it is, and without test data or an evaluator
-    nothing is evaluated. ``hooks`` is a list of further hooks, ``writers`` one of further writers.
-    For several optimizers see :func:`build_optimizer`; ``lr_multiplier`` is one for all of them, or
-    a dict by their names.
+    ``dataloader.{train,test,evaluator}`` and ``train``, which has the keys of
+    :func:`hooktrain.engine.train_settings`. Without ``lr_multiplier`` the learning rate is
+    constant, and without test data or an evaluator nothing is evaluated. ``hooks`` is a list of
+    further hooks, ``writers`` one of further writers. For several optimizers see
+    :func:`build_optimizer`; ``lr_multiplier`` is one for all of them, or a dict by their names.
 
     To change a part, write these lines in a script of yours, and change that line.
 
     Args:
-        cfg: the configuration. What refers to others of its values is resolved, and
-            ``train.max_iter`` is set from ``train.max_epochs``.
-        trainer_class: of the trainer. None takes :class:`hooktrain.engine.StepTrainer` for a
-            model with ``train_step``, else :class:`hooktrain.engine.SimpleTrainer`.
+        cfg: the configuration. Its references are resolved, and ``train.max_iter`` is set from
+            ``train.max_epochs``.
+        trainer_class: the class of the trainer. None takes :class:`hooktrain.engine.StepTrainer`
+            for a model with ``train_step``, else :class:`hooktrain.engine.SimpleTrainer`.
 
     Returns:
-        The trainer, which has loaded nothing yet. Its ``checkpointer`` saves and loads the model
-        and the trainer.
+        The trainer, which has not loaded anything yet. Its ``checkpointer`` saves and loads the
+        model and the trainer.
 
     Raises:
         ValueError: for an unknown key of ``train``; the message suggests the nearest.
@@ -59,7 +58,7 @@ def build_trainer(
         trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=args.resume)
         trainer.train(max_iter=cfg.train.max_iter)
     """
-    resolve(cfg)  # what refers to what a script has changed
+    resolve(cfg)  # a script may have changed values that others refer to
     strategy, model = prepare_model(cfg)
     loader = instantiate(cfg.dataloader.train)
     optim_wrapper = build_optimizer(cfg, model)
@@ -76,13 +75,17 @@ def build_trainer(
 
 
 def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
-    """The strategy, and the model where the strategy has brought it. A collective.
+    """Build the strategy, and let it build and prepare the model. A collective.
 
-    The constructor of a model has initialised its weights, unless its ``is_init`` is False.
+    The constructor of a model initialises its weights, or ``init_weights`` does if its attribute
+    ``is_init`` is False.
+
+    Returns:
+        The strategy and the model.
 
     Raises:
         ValueError: for a misspelt key; see :func:`hooktrain.engine.settings.check_settings`.
-        TypeError: if ``train.strategy`` is an object, which ``train`` could not change.
+        TypeError: if ``train.strategy`` is an object, which the other settings could not change.
         ImportError: for an unknown strategy or wrapper.
     """
     check_settings(cfg)
@@ -105,7 +108,7 @@ def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
 
 
 def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
-    """The optimizer of a prepared model in its wrapper: precision, accumulation, clipping.
+    """Build the optimizer of a prepared model, and wrap it: precision, accumulation, clipping.
 
     ``cfg.optimizer`` is one of
 
@@ -113,7 +116,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
       :func:`hooktrain.solver.get_default_optimizer_params`;
     - a dict of these by name: each is for the submodule of that name;
     - a ``LazyCall`` without ``params``: a function that gets the ``model``, and returns an
-      optimizer, or several by name. It may return wrappers, which are used as they are.
+      optimizer, or several by name. If it returns wrappers, they are not wrapped again.
 
     Args:
         cfg: the configuration; of ``train`` it has ``amp``, ``accumulative_counts`` and
@@ -121,14 +124,14 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
         model: as the strategy has prepared it.
 
     Raises:
-        TypeError: for an optimizer that is built already.
+        TypeError: for an optimizer that has already been built.
     """
     bare = unwrap_model(model)
     described = cfg.optimizer
     if not isinstance(described, Mapping):
         raise TypeError(
-            "cfg.optimizer must be a LazyCall of an optimizer, since the model that it "
-            f"trains is built later, not {described!r}"
+            "cfg.optimizer must be a LazyCall of an optimizer, since its model is built "
+            f"later, not {described!r}"
         )
     if "_target_" in described:
         optimizer = _instantiate_for(described, bare)
@@ -150,7 +153,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
 
 
 def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
-    """The optimizer of a model. The configuration stays plain data: a copy gets the model."""
+    """Build the optimizer of a model; the model is put into a copy of the configuration."""
     if "params" not in described:
         return instantiate({**described, "model": model})
     params = described["params"]
@@ -164,14 +167,14 @@ def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
 
 
 def scale_lr_by_batch(cfg: Any, optim_wrapper: Wrappers, loader: Any) -> None:
-    """Multiply learning rates by the batch of all ranks over ``base_batch_size``.
+    """Multiply learning rates by the batch size of all ranks over ``base_batch_size``.
 
     See :func:`hooktrain.solver.build.scale_lr`. Accumulated passes do not count.
 
     Args:
         cfg: the configuration, with ``train.auto_scale_lr.base_batch_size``.
         optim_wrapper: the optimizer, or several.
-        loader: it has ``total_batch_size``, of all ranks, or ``batch_size``, of one.
+        loader: the loader, with a ``total_batch_size`` of all ranks or a ``batch_size`` of one.
 
     Raises:
         ValueError: if one of the two sizes is missing.
@@ -188,7 +191,7 @@ def build_step(
     optim_wrapper: Wrappers,
     trainer_class: type[SimpleTrainer | StepTrainer] | None = None,
 ) -> SimpleTrainer | StepTrainer:
-    """The trainer without hooks, of a class or with the step that fits the model."""
+    """Build the trainer without hooks, of the given class or of the one that fits the model."""
     period = cfg.train.log_period
     if cfg.train.epoch_length:
         period = in_iterations(period, cfg.train.epoch_length)
@@ -202,7 +205,7 @@ def build_step(
 
 
 def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
-    """Set ``train.max_iter`` from ``train.max_epochs``, and what refers to it."""
+    """Set ``train.max_iter`` from ``train.max_epochs``, and values that refer to it."""
     train = cfg.train
     if train.max_epochs is not None:
         train.max_iter = end_of_run(0, train.max_iter, train.max_epochs, epoch_length)
@@ -212,7 +215,7 @@ def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
 def build_checkpointer(
     cfg: Any, trainer: SimpleTrainer | StepTrainer, strategy: BaseStrategy
 ) -> Checkpointer:
-    """The Checkpointer of the model and the trainer, in the output folder."""
+    """Build the Checkpointer of the model and the trainer, for the output folder."""
     options = cfg.train.checkpointer
     return Checkpointer(
         trainer.model,
@@ -220,7 +223,7 @@ def build_checkpointer(
         background=options.background,
         sharded=options.sharded or strategy.saves_shards,
         store=cfg.train.store,
-        # A proxy: the trainer owns the checkpointer, not the other way round.
+        # The trainer owns the checkpointer, not the other way round.
         trainer=weakref.proxy(trainer),
     )
 
@@ -228,7 +231,7 @@ def build_checkpointer(
 def build_hooks(
     cfg: Any, model: nn.Module, checkpointer: Checkpointer
 ) -> list[hooks.HookBase | None]:
-    """The default hooks, with the averaged model's if it is asked for, and the configured ones."""
+    """Build the default hooks, EMA if it is enabled, and the hooks of the configuration."""
     train = cfg.train
     ema = None
     if train.ema.enabled:
@@ -257,21 +260,21 @@ def build_hooks(
 def build_evaluation(
     cfg: Any, model: nn.Module, ema: hooks.EMA | None = None
 ) -> Callable[[], dict[str, Any]]:
-    """The function that evaluates while training; of averaged weights under ``"ema"`` too.
+    """Build the function that evaluates during training.
 
     Args:
         cfg: the configuration, with test data and an evaluator.
         model: the model.
-        ema: the hook with the averaged weights, if there is one.
+        ema: the hook whose average is evaluated too; its results are under ``"ema"``.
     """
 
     @cache
     def evaluator() -> Any:
-        """The evaluator, which the first evaluation builds, since that may take long."""
+        """Build the evaluator at the first evaluation, since that may take long."""
         return instantiate(cfg.dataloader.get("evaluator"))
 
     def once() -> dict[str, Any]:
-        # So that all ranks evaluate what a checkpoint holds.
+        # All ranks evaluate the buffers that a checkpoint holds.
         broadcast_buffers(model)
         return evaluate(cfg, model, evaluator(), step="val_step")
 
@@ -289,24 +292,24 @@ def build_evaluation(
 def evaluate(
     cfg: Any, model: nn.Module, evaluator: Any = None, *, step: str = "test_step"
 ) -> dict[str, Any]:
-    """Evaluate a model on ``dataloader.test``. A collective: every rank calls it.
+    """Evaluate a model on ``dataloader.test``. A collective.
 
-    With a dict of several test loaders the results are by their names, as in
+    With a dict of several test loaders the results are grouped by their names, as in
     ``val/classification/accuracy``.
 
     Args:
         cfg: the configuration.
         model: the model.
-        evaluator: as :func:`hooktrain.evaluation.inference_on_dataset` takes it; None takes
+        evaluator: see :func:`hooktrain.evaluation.inference_on_dataset`; None takes
             ``dataloader.evaluator``.
-        step: the method that is called of a model that owns its steps.
+        step: the method to call of a model with steps of its own.
 
     Returns:
-        The results; nothing without test data or an evaluator.
+        The results; an empty dict without test data or an evaluator.
     """
     evaluator = evaluator or instantiate(cfg.dataloader.get("evaluator"))
     loader = instantiate(cfg.dataloader.get("test"))
     if loader is None or evaluator is None:
-        logger.info("Nothing is evaluated: dataloader has no test data or no evaluator")
+        logger.info("No evaluation: dataloader has no test data or no evaluator")
         return {}
     return inference_on_dataset(model, loader, evaluator, step=step)

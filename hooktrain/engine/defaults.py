@@ -1,4 +1,4 @@
-"""What most training scripts share: arguments, set-up, writers and hooks."""
+"""Defaults for training scripts: arguments, set-up, writers and hooks."""
 
 import argparse
 import difflib
@@ -44,10 +44,10 @@ _EXAMPLES = """examples:
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
-    """The arguments that training scripts share.
+    """Make a parser of the arguments that training scripts share.
 
     Args:
-        epilog: the text after the help; None gives examples.
+        epilog: the text after the help; None shows examples.
     """
     parser = argparse.ArgumentParser(
         epilog=epilog or _EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,14 +57,14 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add(
         "--resume",
         action="store_true",
-        help="go on after the last checkpoint, if there is one",
+        help="resume from the last checkpoint, if there is one",
     )
     add("--eval-only", action="store_true", help="evaluate only")
     add(
         "--log-level",
         choices=tuple(LEVELS),
         default="normal",
-        help="what the terminal shows; log.txt has everything",
+        help="level of the terminal's log; log.txt has everything",
     )
     add(
         "--num-gpus",
@@ -77,7 +77,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add(
         "--dist-url",
         default="auto",
-        help="where the processes meet, such as tcp://host:port",
+        help="address at which the processes meet, such as tcp://host:port",
     )
     add(
         "opts",
@@ -91,23 +91,24 @@ def default_setup(cfg: Any, args: Any) -> None:
     """Prepare a run: output folder, logs, environment report, configuration file, seed.
 
     It writes ``log.txt`` (one more for each rank up to 127) and ``config.json`` into the
-    output folder, and locks the folder against a second run. A folder that has checkpoints
-    is first renamed to ``<folder>.1``, unless the run resumes; then the log says which lines
-    of the configuration have changed, and ``config.json`` is replaced when the checkpoint
-    was loaded and the run begins. What resumes is fetched from ``train.store``, if the folder
-    has no checkpoint. A ``train.init_checkpoint`` in a renamed folder is found there: a
-    second stage may have the folder of the first.
+    output folder, and locks the folder against a second run.
+
+    A new run renames a folder with checkpoints to ``<folder>.1``. A ``train.init_checkpoint``
+    in a renamed folder is found there, so a second stage may use the folder of the first.
+
+    A run that resumes fetches its checkpoint from ``train.store`` if the folder has none.
+    It logs which lines of the configuration have changed, and replaces ``config.json`` once
+    the checkpoint is loaded and the run begins. A restart by torchrun resumes too.
 
     Args:
-        cfg: a configuration; of it, ``train.output_dir``, ``train.seed`` and
-            ``train.cudnn_benchmark`` are looked at. A seed that is None or negative is
-            drawn and stored back; a resumed run takes that of the configuration in the
-            folder or, if that is damaged, of a checkpoint. Each rank is seeded with the
-            seed plus its rank. ``train.run_id`` is drawn and kept in the same way.
-        args: the command line's arguments; of them, ``resume``, ``log_level`` and
-            ``eval_only``, if there. With ``eval_only`` nothing is written but the log, and
-            what is fetched, and another run may be using the folder. A restart by torchrun
-            is a resume too.
+        cfg: a configuration, whose ``train`` may have ``output_dir``, ``seed``, ``run_id``,
+            ``store``, ``init_checkpoint`` and ``cudnn_benchmark``. A seed that is None or
+            negative is drawn and stored back; a resumed run takes it from the configuration
+            in the folder or, if that is damaged, from a checkpoint. Each rank is seeded with
+            the seed plus its rank. A ``run_id`` of None is drawn and kept in the same way.
+        args: the arguments of the command line, which may have ``resume``, ``log_level`` and
+            ``eval_only``. With ``eval_only`` only the log and fetched checkpoints are
+            written, and another run may be using the folder.
 
     Raises:
         RuntimeError: if another run is using the output folder.
@@ -117,7 +118,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     """
     if "OUTPUT_DIR" in cfg:
         raise ValueError(
-            "OUTPUT_DIR would not be used: take train.output_dir, or default_setup of "
+            "OUTPUT_DIR would be ignored: use train.output_dir, or default_setup of "
             "hooktrain.compat.detectron2"
         )
     train = cfg.get("train", {})
@@ -125,22 +126,22 @@ def default_setup(cfg: Any, args: Any) -> None:
     goes_on = getattr(args, "resume", False) or restart_count() > 0
     resumes = goes_on or eval_only
     folder = train.get("output_dir")
-    aside = None
+    archived = None
     if folder:
         folder = train["output_dir"] = on_disk(folder)
-        aside = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
+        archived = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
         initial = train.get("init_checkpoint", "")
-        train["init_checkpoint"] = find_archived(initial, folder, aside)
+        train["init_checkpoint"] = find_archived(initial, folder, archived)
     setup_logger(
         folder or None,
         distributed_rank=comm.get_rank(),
         level=getattr(args, "log_level", "normal"),
     )
-    if aside is not None:
+    if archived is not None:
         logger.warning(
-            "A new run begins: the folder of the earlier one is now %s. Renamed back, it can "
-            "be resumed",
-            aside,
+            "A new run begins. The folder of the earlier run was renamed to %s; rename it back "
+            "to resume that run",
+            archived,
         )
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
@@ -152,29 +153,31 @@ def default_setup(cfg: Any, args: Any) -> None:
     if train.get("run_id") is None:
         train["run_id"] = on_main_process(partial(_run_id, kept, earlier))
     if isinstance(cfg, ConfigDict):
-        resolve(cfg)  # what refers to the seed, or to what a script has changed
+        resolve(
+            cfg
+        )  # values may refer to the seed, or to one that a script has changed
     if folder and comm.is_main_process() and not eval_only:
-        # PeriodicCheckpointer replaces the file of a run that resumes, when that begins.
+        # When a resumed run begins, PeriodicCheckpointer replaces its earlier file by this one.
         written = temporary_path(path) if earlier else path
         LazyConfig.save(cfg, written)
         _log_changes(earlier, _read(written))
-        logger.info("The full configuration goes to %s", path)
+        logger.info("Writing the full configuration to %s", path)
     if train.get("cudnn_benchmark"):
         torch.backends.cudnn.benchmark = True
 
 
 def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
-    """Make and lock the folder; where that of an earlier run is now, if there was one."""
+    """Make and lock the folder; return the new path of an earlier run's folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    aside = None if resumes else archive_folder(folder)
+    archived = None if resumes else archive_folder(folder)
     if not eval_only:
         lock_folder(folder)
-    return aside
+    return archived
 
 
 def _earlier(path: Path, store: str) -> str:
-    """The configuration of the run that goes on, from the store if the folder has no run."""
-    # Newer ones are looked for when a Checkpointer resumes.
+    """Return the configuration of the run to resume, from the store if the folder has no run."""
+    # The Checkpointer looks for newer ones when it resumes.
     if comm.is_main_process() and store and not checkpoint_names(path.parent):
         next(Store(store, path.parent).names_to_resume([]), None)
     return _read(path)
@@ -185,27 +188,34 @@ def _read(path: Path) -> str:
 
 
 def _seed(train: Any, folder: str | None, earlier: str) -> None:
-    """Seed this process, by the seed of the run in the folder if this one is to draw one."""
+    """Seed this process. A seed that is not given is that of the run in the folder, or drawn."""
     seed = train.get("seed")
     if folder and (seed is None or seed < 0):
-        seed = on_main_process(partial(_drawn, folder, earlier, "seed", "seed"))
+        seed = on_main_process(partial(_saved_value, folder, earlier, "seed", "seed"))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
 
 
 def _run_id(folder: str | None, earlier: str) -> Any:
-    """The id of the run in a folder, or a new one."""
-    kept = folder and _drawn(folder, earlier, "run_id", "meta", "run_id")
+    """Return the id of the run in a folder, or a new one."""
+    kept = folder and _saved_value(folder, earlier, "run_id", "meta", "run_id")
     return kept or uuid4().hex
 
 
-def _drawn(folder: str, earlier: str, name: str, *place: str) -> Any:
-    """What the run in a folder has drawn, by its configuration or else by a checkpoint."""
+def _saved_value(folder: str, earlier: str, name: str, *place: str) -> Any:
+    """Return a value that a run drew, from its configuration or else from a checkpoint.
+
+    Args:
+        folder: the folder of the run.
+        earlier: the text of its ``config.json``.
+        name: the key in ``train``.
+        *place: the keys in the trainer's state.
+    """
     try:
         return json.loads(earlier)["train"][name]
     except (ValueError, LookupError, TypeError):
         value = saved_value(folder, *place)
     if value is not None:
-        message = "config.json is missing or damaged: a checkpoint has the %s %s"
+        message = "config.json is missing or damaged: using the %s %s of a checkpoint"
         logger.warning(message, name, value)
     return value
 
@@ -221,19 +231,19 @@ def _log_changes(before: str, now: str) -> None:
 
 
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
-    """Writers to the console, to ``metrics.json`` and to TensorBoard.
+    """Make writers to the console, to ``metrics.json`` and to TensorBoard.
 
-    The last one is left out where ``tensorboard`` is not installed.
+    Without the package ``tensorboard`` there is no writer for it.
 
     Args:
-        output_dir: the folder to write to; the first write makes it.
+        output_dir: the folder to write to; the first write creates it.
         max_iter: see :class:`hooktrain.events.CommonMetricPrinter`.
 
     Raises:
         ValueError: if ``output_dir`` is empty, or an address such as ``s3://...``.
     """
     if not output_dir:
-        raise ValueError("output_dir is empty: give a folder, such as './output'")
+        raise ValueError("output_dir is '': give a folder, such as './output'")
     output_dir = on_disk(output_dir)
     metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
@@ -257,31 +267,33 @@ def default_hooks(
     log_period: int | str = 20,
     watchdog_s: float = 0,
 ) -> list[hooks.HookBase]:
-    """The usual hooks: time, schedule, evaluate, write, save, and sum up.
+    """Make the usual hooks: time, schedule, evaluate, write, save, and sum up.
 
     Their phases place them around hooks of your own; see :class:`hooktrain.engine.HookBase`.
 
     Args:
-        scheduler: see :class:`hooktrain.engine.hooks.LRScheduler`; or such a hook. Without any the
-            rate is only recorded.
+        scheduler: a schedule for :class:`hooktrain.engine.hooks.LRScheduler`, or such a hook. None
+            only records the learning rate.
         checkpointer: the Checkpointer to save with.
-        checkpoint_period: in iterations, or a text such as ``"1 epoch"`` or ``"10 minutes"``; so is
-            ``eval_period``.
-        max_to_keep: how many periodic checkpoints to keep; None keeps all.
+        checkpoint_period: the period in iterations, or a text such as ``"1 epoch"`` or
+            ``"10 minutes"``, as are all periods here.
+        max_to_keep: the number of periodic checkpoints to keep; None keeps all.
         eval_function: see :class:`hooktrain.engine.hooks.EvalHook`; None never evaluates.
-        eval_period: 0 evaluates at the end only.
-        best_metric: the metric that chooses ``model_best.pth``; None keeps no best one.
-        best_mode: whether its ``"max"`` or ``"min"`` is best; see
-            :class:`hooktrain.engine.hooks.BestCheckpointer`.
-        best_ema: the average whose weights ``model_best.pth`` holds; None saves the raw
-            ones.
+        eval_period: the period of evaluations; 0 evaluates at the end only.
+        best_metric: the metric that chooses ``model_best.pth``; None keeps no best model.
+        best_mode: ``"max"`` or ``"min"``; see :class:`hooktrain.engine.hooks.BestCheckpointer`.
+        best_ema: the hook whose averaged weights go into ``model_best.pth``; None saves the raw
+            weights.
         writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`.
-        log_period: of the writers.
-        watchdog_s: see :class:`hooktrain.engine.hooks.Watchdog`. 0 watches nothing.
+        log_period: the period of the writers.
+        watchdog_s: see :class:`hooktrain.engine.hooks.Watchdog`; 0 adds none.
+
+    Raises:
+        ValueError: if ``eval_period`` or ``best_metric`` lacks an ``eval_function``.
     """
     if eval_function is None and (eval_period or best_metric):
         raise ValueError(
-            f"{eval_period=} and {best_metric=} need an eval_function, which is None"
+            f"{eval_period=} and {best_metric=} need an eval_function, not None"
         )
     if not isinstance(scheduler, hooks.LRScheduler):
         scheduler = hooks.LRScheduler(scheduler=scheduler or [])

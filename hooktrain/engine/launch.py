@@ -1,4 +1,4 @@
-"""Start the processes of a distributed run, or join those that a launcher has started."""
+"""Starts the processes of a distributed run, or joins those that a launcher has started."""
 
 import logging
 import multiprocessing
@@ -33,7 +33,7 @@ from hooktrain.utils.workers import ENDING
 
 logger = logging.getLogger(__name__)
 
-# When a process has failed, the others have this long to end, and as long again after a SIGTERM.
+# When a process fails, the others get this long to end, and as long again after a SIGTERM.
 _GRACE_SECONDS = 4.0
 
 
@@ -49,39 +49,41 @@ def launch(
 ) -> Any:
     """Run ``main_func(*args)`` in every process of a distributed run.
 
-    - Under torchrun, srun or mpirun, which have started the processes already, this one
-      joins the others, however many were asked for here; see
+    - Under torchrun, srun or mpirun, which have already started the processes, this one
+      joins the others, and the numbers given here are ignored; see
       :func:`hooktrain.strategy.environment.get_rank_info`.
-    - A single process is a plain call, without a process group. So is none.
+    - For a single process, or none, it calls the function, without a process group.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.
 
-    The process group, and one for each machine (``comm.get_local_rank()``), is there while
-    ``main_func`` runs, and the current accelerator is that of the local rank. When a rank
-    fails, the others fail too, and report the error of the first.
+    While ``main_func`` runs, there is a process group, and one for each machine
+    (``comm.get_local_rank()``), and the current accelerator is that of the local rank. When
+    a rank fails, the others fail too, and report the error of the first.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the started processes. They are
-    killed when their parent is (Linux).
+    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the started processes. If their
+    parent is killed, so are they (Linux).
 
     Args:
-        main_func: must be importable by name when processes are started.
-        num_gpus_per_machine: processes on each machine; without CUDA they share the CPU.
+        main_func: the function; to start processes it must be importable by name.
+        num_gpus_per_machine: the number of processes on each machine; without CUDA they
+            share the CPU.
         num_machines: the number of machines.
         machine_rank: the number of this machine, from 0.
-        dist_url: where several machines meet, such as "tcp://192.168.1.7:29500", an address
-            of machine 0. The processes of one machine find a free port by themselves.
-        args: passed to ``main_func``, pickled when processes are started.
-        timeout: of the collectives.
-        backend: of the process group; None is nccl with CUDA and gloo without.
+        dist_url: the address of machine 0 at which several machines meet, such as
+            "tcp://192.168.1.7:29500". The processes of one machine find a free port by
+            themselves.
+        args: the arguments of ``main_func``; to start processes they must be picklable.
+        timeout: the timeout of the collectives.
+        backend: the backend of the process group; None is nccl with CUDA, else gloo.
 
     Returns:
-        What ``main_func`` returned. When processes were started, a list of what it returned
-        in each process of this machine, by local rank, which must be picklable.
+        The result of ``main_func``. If processes were started, the list of the results on
+        this machine, by local rank, which must be picklable.
 
     Raises:
         ValueError: if the arguments contradict each other.
-        RuntimeError: if a started process failed; has its rank and traceback. Under a
-            launcher: if another rank failed before this one did.
+        RuntimeError: if a started process failed, with its rank and traceback; under a
+            launcher, if another rank failed before this one.
         SystemExit: if a started process called ``sys.exit()``, when all have ended.
     """
     if not 0 <= machine_rank < num_machines:
@@ -117,7 +119,7 @@ def _run_processes(
             _child, (ranks, variables, folder, work), len(ranks), join=False
         )
         started += context.processes
-        for early in signals[:]:  # they came when not all processes were there
+        for early in signals[:]:  # these came before all processes had started
             _signal_all(started, early)
         try:
             while not context.join(grace_period=_GRACE_SECONDS):
@@ -126,10 +128,10 @@ def _run_processes(
             outcomes = [pickle.loads(file.read_bytes()) for file in files]
         except ProcessException as error:
             failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
-    for left in context.error_files:  # torch leaves them behind
+    for left in context.error_files:  # torch does not remove them
         Path(left).unlink(missing_ok=True)
     if failure and signals:
-        # That is what the process died of, so let it end this one too.
+        # The process died of this signal, so let it end the parent too.
         logger.error(failure)
         signal.raise_signal(signals[0])
     if failure:
@@ -142,7 +144,7 @@ def _run_processes(
 
 @contextmanager
 def _passing_on_signals() -> Iterator[tuple[list[SpawnProcess], list[int]]]:
-    """Pass signals on to the processes of a list; yields it, and the signals that came."""
+    """Pass signals on to the processes of a list; yield it and the list of signals received."""
     started: list[SpawnProcess] = []
     signals: list[int] = []
 
@@ -151,7 +153,9 @@ def _passing_on_signals() -> Iterator[tuple[list[SpawnProcess], list[int]]]:
         _signal_all(started, signum)
 
     before = {}
-    if threading.current_thread() is threading.main_thread():  # others have no handlers
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # the only one with handlers
         before = {number: signal.signal(number, pass_on) for number in ENDING}
     try:
         yield started, signals
@@ -169,18 +173,18 @@ def _signal_all(processes: list[SpawnProcess], signum: int) -> None:
 def _child(
     index: int, ranks: range, variables: dict[str, str], folder: str, work: Any
 ) -> None:
-    """What a started process does: the same as under torchrun, and its result goes to a file."""
+    """Run a rank as under torchrun, in a started process, and write its result to a file."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    # A rank that waits for the others to come knows no KeyboardInterrupt.
+    # A rank that waits for others to join cannot raise a KeyboardInterrupt.
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     if not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
-        os._exit(1)  # it has died before
-    # Out of the terminal's group: Ctrl-C reaches the parent only, which passes it on once.
+        os._exit(1)  # it died before this process could ask to be killed with it
+    # Outside the terminal's process group. Ctrl-C reaches the parent only, which passes it on.
     os.setpgrp()
     os.environ.update(variables, RANK=str(ranks[index]), LOCAL_RANK=str(index))
     if "OMP_NUM_THREADS" not in os.environ:
-        # Processes that take all cores each are in each other's way.
+        # Processes that each used all cores would slow each other down.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(ranks)))
     try:
         outcome = _run_rank(*work)
@@ -198,19 +202,20 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
     """Join the other processes, call the function, and leave them."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    @record  # hands an error to torchrun, which prints it as the last thing
+    @record  # hands an error to torchrun, which prints it last
     def run() -> Any:
         try:
             environment.join_processes(*how)
             try:
                 return main_func(*args)
             finally:
-                # After an error others may wait for this rank, and leaving for them.
+                # After an error other ranks may wait for this one, and leaving would wait for them.
                 if not isinstance(sys.exc_info()[1], Exception):
                     environment.leave_processes()
         except Exception as error:
             if dist.is_torchelastic_launched():
-                # It ends all ranks when one has failed, and a file cut short would end it.
+                # torchrun ends all ranks when one has failed. It would fail itself if that
+                # cut the file with this error short.
                 with suppress(ValueError):  # outside the main thread
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
             report = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"
@@ -223,8 +228,8 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
 
 
 def _first_error(report: str) -> str:
-    """The report of the rank that was the first to fail, which may be this one."""
-    # Without a process group, or when the server of the store has ended, nobody knows.
+    """Return the report of the first rank that failed, which may be this one."""
+    # Without a process group or the server of its store, no other report is known.
     with suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
         report = store.compare_set("hooktrain/first_error", "", report).decode()

@@ -1,4 +1,4 @@
-"""What is asked before the first step of a run, and after its first period."""
+"""Checks before the first step of a run, and after its first period."""
 
 import logging
 import re
@@ -19,18 +19,18 @@ from hooktrain.utils.tensors import compute_device
 
 logger = logging.getLogger(__name__)
 
-# Events of Lightning, MMEngine and transformers.
+# Names of events in Lightning, MMEngine and transformers.
 _OF_OTHERS = re.compile(
     r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
 )
 
 
 def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
-    """Refuse what cannot be meant, and warn of what can. Nothing is computed.
+    """Reject impossible set-ups; warn about suspicious ones. Nothing is computed.
 
     Args:
         model: the model.
-        optim_wrapper: one or several, which are to train it.
+        optim_wrapper: the optimizer of the model, or several.
 
     Raises:
         ValueError: if the optimizers have no parameter of the model.
@@ -40,35 +40,36 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
     is_whole = is_wrapped or computes_together(model)
     if comm.get_world_size() > 1 and not is_whole:
         logger.warning(
-            "Each rank trains a model of its own: give the trainer create_ddp_model(model)"
+            "The ranks do not exchange gradients, so each trains a model of its own: give the "
+            "trainer create_ddp_model(model)"
         )
 
 
 def warn_of_lost_calls(trainer: Any) -> None:
-    """Name the calls that a ``run_step`` of somebody's own has left out so far.
+    """Warn about calls that an overridden ``run_step`` lacks.
 
     Args:
-        trainer: with a model, in a run.
+        trainer: a trainer with a model, in a run.
     """
     users = (hook for hook in trainer.hooks if names_used(hook.after_backward))
     waiting = [type(hook).__qualname__ for hook in users]
     if waiting and not trainer._has_backward:
         logger.warning(
-            "run_step has not called self.after_backward(), which %s may need", waiting
+            "run_step does not call self.after_backward(), which %s may need", waiting
         )
-    # Gradients that are not freed change in each iteration, and those that are begin anew.
+    # Each backward pass into the same gradient raises its version. A freed one begins again.
     gradients = (p.grad for p in trainer.model.parameters())
     changes = min((grad._version for grad in gradients if grad is not None), default=0)
     count = trainer.done - trainer.start_iter
     if "zero_grad" not in names_used(trainer.run_step) and changes >= count - 1 > 2:
         logger.warning(
-            "The gradients of all iterations add up: run_step needs "
+            "Gradients add up over all iterations: run_step must call "
             "self.optim_wrapper.zero_grad()"
         )
 
 
 def log_size(model: nn.Module) -> None:
-    """Log how many parameters a model has, and for the log file the model itself."""
+    """Log the number of parameters of a model, and its modules in the log file."""
     bare = unwrap_model(model)
     logger.debug("Model:\n%s", bare)
     sizes = [(p.numel(), p.requires_grad) for p in bare.parameters() if not is_lazy(p)]
@@ -82,14 +83,14 @@ def log_size(model: nn.Module) -> None:
 
 
 def warn_of_events(kind: type, events: Sequence[str]) -> None:
-    """Name the methods of a class that other trainers would call, and those without ``super()``.
+    """Warn about methods of a class that look like events, and about events without ``super()``.
 
-    Whether a method calls that of its base class is read from the names in its code. So it costs
-    nothing when the method is called.
+    Whether a method calls the one of its base class is read from the names in its code, which
+    costs nothing when the method runs.
 
     Args:
         kind: a class of hooks or of trainers.
-        events: the methods that are called.
+        events: the names of the events.
     """
     for name in vars(kind):
         is_meant = _OF_OTHERS.match(name) or (
@@ -97,18 +98,18 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
         )
         if is_meant and not hasattr(kind.__base__, name):
             logger.warning(
-                "Nothing calls %s.%s: there is %s",
+                "%s.%s is not an event and will not be called; the events are %s",
                 kind.__name__,
                 name,
                 ", ".join(events),
             )
     for name in (*events, "__init__"):
         used = [names_used(vars(base).get(name)) for base in kind.__mro__]
-        # A method that uses no name does nothing that could be left out.
+        # A method that uses no name does nothing, so its call may be left out.
         busy = list(filter(None, used))
         if any(name not in names for names in busy[:-1]):
             logger.warning(
-                "%s.%s does not call super().%s(), so what its base class does there is left out",
+                "%s.%s does not call super().%s(), so the method of its base class does not run",
                 kind.__name__,
                 name,
                 name,
