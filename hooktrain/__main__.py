@@ -1,11 +1,11 @@
-"""The command ``hooktrain``: the scripts and configurations that come with the package."""
+"""The command ``hooktrain``, which runs the scripts and configurations of the package."""
 
 import os
 import re
 import sys
 from pathlib import Path
 
-# In an installed package they lie in its folder, and in a clone beside it.
+# An installed package has them in its own folder, and a clone beside it.
 _HERE = Path(__file__).parent
 _ROOT = _HERE if (_HERE / "tools").is_dir() else _HERE.parent
 
@@ -17,18 +17,18 @@ _SCRIPTS = {
 }
 _USAGE = """usage: hooktrain COMMAND ...
 
-  train --config-file FILE [key=value ...]   train; --help says more
+  train --config-file FILE [key=value ...]   train; --help shows all options
   eval --config-file FILE --resume | --best  evaluate the newest checkpoint, or the best model
   plot RUN ...                               draw the metrics of runs
-  checkpoint inspect|verify|... PATH         look into checkpoints, check them, convert them
-  new FOLDER                                 make a folder with a training script to begin with
+  checkpoint inspect|verify|... PATH         inspect, verify and convert checkpoints
+  new FOLDER                                 make a folder with a training script to start from
 
 configs/digits_cnn.py, configs/digits_gan.py, configs/text_gpt.py and configs/imagenet_resnet50.py
 come with the package."""
 
 
 def main() -> None:
-    """Run a command: a script takes the place of this process."""
+    """Run a command; a script replaces this process."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         sys.stdout.write(f"{_USAGE}\n")
@@ -42,11 +42,11 @@ def main() -> None:
         os.execv(command[0], command)
     else:
         known = ", ".join([*_SCRIPTS, "new"])
-        raise SystemExit(f"hooktrain: there is no command {name!r}; there are {known}")
+        raise SystemExit(f"hooktrain: unknown command {name!r}; known are {known}")
 
 
 def _shipped(argument: str) -> str:
-    """The path of a configuration of the package, unless there is one of that name here."""
+    """Return the path of a configuration of the package, unless the path exists here."""
     if not argument.startswith("configs/"):
         return argument
     if Path(argument).exists():
@@ -65,7 +65,7 @@ def new(folder: str = "", *rest: str) -> None:
     script = found[1].replace("output/readme", "output")
     path = Path(folder, "train.py")
     if path.exists():
-        raise SystemExit(f"hooktrain: {path} is there already")
+        raise SystemExit(f"hooktrain: {path} exists already")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script, encoding="utf-8")
     sys.stdout.write(f"{path} trains a network on handwritten digits: python {path}\n")

@@ -54,7 +54,7 @@ def test_a_new_project_has_the_script_of_the_readme(
     script = Path("mine", "train.py").read_text()
     readme = (ROOT / "README.md").read_text()
     assert script.replace('"output"', '"output/readme"') in readme
-    with pytest.raises(SystemExit, match=r"mine.train\.py is there already"):
+    with pytest.raises(SystemExit, match=r"mine.train\.py"):
         call(monkeypatch, "new", "mine")
 
 

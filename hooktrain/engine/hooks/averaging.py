@@ -1,4 +1,4 @@
-"""Averaged weights, and exact statistics of batch norm."""
+"""Averages the weights, and measures exact statistics of batch norm."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 class EMA(HookBase):
     """Updates an average of the model's weights after each iteration.
 
-    The average starts from the weights that the training starts from, and is state of this hook.
-    The model itself always keeps the raw weights, also in checkpoints. To evaluate or export the
-    average::
+    The average starts from the weights that training starts from, and is saved as the state of
+    this hook. The model itself keeps the raw weights, also in checkpoints. To evaluate or export
+    the average::
 
         ema = hooks.EMA(model)
         with ema.swap():
@@ -34,10 +34,10 @@ class EMA(HookBase):
         hooks.EMA(model, average=StochasticWeightAverage(model, interval=50), begin_iter=1000)
 
     Args:
-        model: the model. Wrappers such as DDP are looked through.
-        decay: the part of the average that an update leaves, in [0, 1).
-        warmup: whether the decay grows from small values, so that the random start is forgotten
-            soon.
+        model: the model, which may be wrapped, as by DDP.
+        decay: the fraction of the average that an update keeps, in [0, 1).
+        warmup: whether the decay grows from small values, so that the average soon forgets the
+            random start.
         average: another average, in place of one with ``decay`` and ``warmup``.
         begin_iter: the number of iterations after which the first update is made. Before it, the
             average is a copy of the weights. 0 and 1 are the same.
@@ -49,7 +49,7 @@ class EMA(HookBase):
     Raises:
         TypeError: if ``average`` is not a :class:`hooktrain.model.BaseAveragedModel`.
         ValueError: if ``1 - decay``, the momentum, is not in (0, 1]; when training starts, if
-            ``model`` is another one than the trainer's.
+            ``model`` is not the trainer's.
     """
 
     phase = "update"
@@ -66,13 +66,15 @@ class EMA(HookBase):
         if average is None:
             average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
         elif not isinstance(average, BaseAveragedModel):
-            raise TypeError(f"average is no BaseAveragedModel of ours: {type(average)}")
+            raise TypeError(
+                f"average must be a hooktrain.model.BaseAveragedModel, not {type(average)}"
+            )
         self._model = model
         self.average = average
         self.begin_iter = begin_iter
 
     def before_train(self) -> None:
-        """Refuse another model; start from the weights that are there."""
+        """Refuse another model; start from the model's weights, unless updates were loaded."""
         _refuse_another(self, self._model)
         if not self.average.steps:  # host-device synchronisation, once a run
             self.average.reset(self._model)
@@ -85,11 +87,11 @@ class EMA(HookBase):
             self.average.update_parameters(self._model)
 
     def swap(self) -> AbstractContextManager[None]:
-        """Inside, the model has the averaged weights; afterwards exactly the raw ones again."""
+        """Give the model the averaged weights inside a context, and then its raw ones back."""
         return self.average.swap(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights and the number of updates."""
+        """Return the averaged weights and the number of updates."""
         return self.average.state_dict()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -97,7 +99,7 @@ class EMA(HookBase):
         different = _shapes(state_dict) ^ _shapes(self.state_dict())
         if different:
             raise ValueError(
-                f"the state has the average of another model: {sorted(different)[:6]} differ"
+                f"the saved average is of another model: {sorted(different)[:6]} differ"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -106,23 +108,24 @@ class EMA(HookBase):
 
 
 class PreciseBN(HookBase):
-    """Replaces the running statistics of batch norm by the true ones of recent weights.
+    """Replaces the running statistics of batch norm by exact ones of the current weights.
 
-    See :func:`hooktrain.model.update_bn_stats`. It matters after few iterations: the
-    first statistics, a mean of 0 and a variance of 1, still have the weight
+    See :func:`hooktrain.model.update_bn_stats`. It matters after few iterations, when the
+    initial statistics, a mean of 0 and a variance of 1, still have the weight
     ``(1 - momentum) ** iterations``.
 
     Args:
-        period: in iterations, or like ``"1 epoch"``; 0 measures at the last iteration only.
-        model: a model whose batch-norm layers are in training mode then. If there are none,
-            nothing is done. None is the trainer's, for configurations.
-        data_loader: batches for the model. A finite loader starts again when it is exhausted. The
-            trainer's own loader is refused if it knows its position.
+        period: the period in iterations, or like ``"1 epoch"``; 0 measures at the last iteration
+            only.
+        model: the model, of which the BatchNorm layers in training mode are measured, if it has
+            any. None takes the trainer's, for configurations.
+        data_loader: the batches to measure on. A finite loader starts again when it is exhausted.
+            The trainer's own loader is refused if it saves its position.
         num_iter: the number of batches to measure on.
 
     Raises:
-        ValueError: when training starts, if ``model`` is another one than the trainer's, or the
-            trainer's own loader would lose its position.
+        ValueError: when training starts, if ``model`` is not the trainer's, or the trainer's own
+            loader would lose its position.
     """
 
     needs_every_rank = True
@@ -141,34 +144,34 @@ class PreciseBN(HookBase):
         self._num_iter = num_iter
 
     def before_train(self) -> None:
-        """Refuse another model, and a loader whose batches the training would miss."""
+        """Refuse another model, and a loader whose batches training would miss."""
         if self._model is None:
             self._model = self.trainer.model
         _refuse_another(self, self._model)
         loader = self._batches.loader
         if loader is self.trainer.data_loader and hasattr(loader, "state_dict"):
             raise ValueError(
-                "PreciseBN would move the trainer's data_loader on: build it another"
+                "PreciseBN would advance the trainer's data_loader: build a second one for it"
             )
 
     def after_step(self) -> None:
-        """Measure where a period ends, and at the last iteration."""
+        """Measure if a period ends, and at the last iteration."""
         if self._period.is_due_or_last(self.trainer):
             self.update_stats()
 
     def update_stats(self) -> None:
         """Measure now."""
         logger.info("Measuring batch-norm statistics on %d batches", self._num_iter)
-        # Metrics that the model records meanwhile are not part of the run.
+        # Metrics that the model records meanwhile do not belong to the run.
         with EventStorage(self.trainer.iter):
             update_bn_stats(self._model, self._batches, self._num_iter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, if the loader knows it."""
+        """Return the position in the data, if the loader has one."""
         return self._batches.state_dict()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the loader refuse the state of other data."""
+        """Let the loader refuse a position in other data."""
         self._batches.check_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Updates that would ruin the model, and processes that hang."""
+"""Skips updates that would ruin the model, and ends processes that hang."""
 
 import faulthandler
 import logging
@@ -26,36 +26,36 @@ from hooktrain.utils.tensors import compute_device, is_sharded, non_finite
 logger = logging.getLogger(__name__)
 
 
-_WINDOW = 100  # the last losses, of which a spike exceeds the median
-_FEWEST = 20  # with fewer losses nothing is a spike
+_WINDOW = 100  # a spike is measured against the median of so many losses
+_FEWEST = 20  # with fewer losses there are no spikes
 
 
 class SkipNonFinite(HookBase):
     """Skips an update whose gradients are infinite or NaN, up to ``max_skips`` times in a row.
 
-    With ``max_ratio`` it also skips the update of a loss that spikes: the mean over the ranks of
-    ``total_loss`` exceeds ``max_ratio`` times the median of the last 100 that the storage has, the
-    spikes among them, from 20 on. A loss that stays high ends the run by ``max_skips``. Running
-    statistics, as of batch norm, have seen the batch all the same. It needs the losses before the
-    update, and so the step of :class:`hooktrain.engine.SimpleTrainer`.
+    Without this hook a loss that is not finite ends the run with a FloatingPointError. With it
+    the parameters and the optimizer's state do not change, schedules go on, and the loss is logged
+    unchanged. The optimizer's wrapper counts ``skipped_updates``. All ranks skip the same update:
+    they exchange gradients, or one number if the model is sharded.
 
-    Without it such a loss ends the run by a FloatingPointError. With it parameters and optimizer
-    stay as they were, schedules go on, and the loss is logged as it was. The optimizer's wrapper
-    counts ``skipped_updates``. All ranks skip the same update: they exchange gradients, or one
-    number if the model is sharded.
+    With ``max_ratio`` it also skips the update if the loss spikes: the mean over the ranks of
+    ``total_loss`` exceeds ``max_ratio`` times the median of the last 100 in the storage, which
+    include spikes. With fewer than 20 there are no spikes. A loss that stays high ends the run by
+    ``max_skips``. Running statistics, as of batch norm, include the batch nevertheless. This needs
+    the losses before the update, and so the step of :class:`hooktrain.engine.SimpleTrainer`.
 
     Two things still end the run, since skipping an update does not repair them: a loss that is not
-    finite though its gradients are, and a buffer that is not finite any more, such as a batch
-    norm's. Where several passes are accumulated, the gradients alone decide.
+    finite although its gradients are, and a buffer that is no longer finite, such as a batch
+    norm's. If several passes are accumulated, the gradients alone decide.
 
-    The skips of a float16 scaler, which looks for its scale by them, count here too.
+    The skips by which a float16 scaler finds its scale count here too.
 
-    It costs a host-device synchronisation and the largest gradient in each iteration; with
-    ``max_ratio`` the ranks exchange a number, too.
+    Each iteration costs a host-device synchronisation and the largest gradient; with
+    ``max_ratio`` the ranks also exchange a number.
 
     Args:
-        max_skips: one more in a row raises a FloatingPointError. At least 0.
-        max_ratio: above 1, such as 3; None looks at gradients only.
+        max_skips: the number of skips in a row, at least 0. One more raises a FloatingPointError.
+        max_ratio: the ratio of a spike, above 1, such as 3; None only checks gradients.
 
     Raises:
         ValueError: for impossible arguments; in a run, if ``max_ratio`` finds no losses.
@@ -71,7 +71,7 @@ class SkipNonFinite(HookBase):
         self._max_ratio = max_ratio
 
     def before_train(self) -> None:
-        """Note which buffers are not finite by intention, such as masks."""
+        """Note the buffers that are not finite on purpose, such as masks."""
         self._in_a_row = 0
         self._not_finite_before = self._broken_buffers()
 
@@ -79,20 +79,20 @@ class SkipNonFinite(HookBase):
         return non_finite(dict(self.trainer.model.named_buffers()))
 
     def before_step(self) -> None:
-        """Nothing is skipped yet. Inside of an accumulation a loss is judged at its end."""
+        """Tolerate the losses of passes that only accumulate; their update is checked later."""
         self._skipping = False
         wrappers = wrappers_by_name(self.trainer.optim_wrapper).values()
         if not all(wrapper.should_sync() for wrapper in wrappers):
             self.trainer.tolerate_losses()
 
     def after_backward(self) -> None:
-        """Drop the gradients of a bad update: then the optimizer leaves the parameters alone."""
+        """Drop the gradients of a bad update, so that the optimizer changes no parameter."""
         is_spike = self._max_ratio is not None and self._is_spike(self._max_ratio)
         for wrapper in wrappers_by_name(self.trainer.updating).values():
             self._look_at(wrapper, is_spike)
 
     def _is_spike(self, max_ratio: float) -> bool:
-        """Whether the loss of this iteration exceeds its limit. A collective."""
+        """Whether the loss of this iteration is a spike. A collective."""
         trainer = self.trainer
         if not trainer.losses:
             raise ValueError(
@@ -107,7 +107,7 @@ class SkipNonFinite(HookBase):
         recent = [v for v, _ in history.tail(_WINDOW) if math.isfinite(v)]
         if len(recent) < _FEWEST:
             return False
-        # If the median is not positive, no ratio to it says anything.
+        # A ratio to a median that is not positive means nothing.
         return 0 < max_ratio * median(recent) < loss
 
     def _look_at(self, wrapper: OptimWrapper, is_spike: bool) -> None:
@@ -120,7 +120,7 @@ class SkipNonFinite(HookBase):
         broken = sorted(self._broken_buffers() - self._not_finite_before)
         if broken:
             raise FloatingPointError(
-                f"buffers of the model are not finite any more: {broken}\n{WHERE_IT_BEGINS}"
+                f"buffers of the model are no longer finite: {broken}\n{WHERE_IT_BEGINS}"
             )
         wrapper.zero_grad(set_to_none=True)
         scaler = getattr(wrapper, "grad_scaler", None)
@@ -131,10 +131,12 @@ class SkipNonFinite(HookBase):
         self.trainer.tolerate_losses()
         if comm.is_main_process():
             why = "gradients are not finite" if is_bad else "the loss is a spike"
-            logger.warning("Iteration %d: %s: no update", self.trainer.iter, why)
+            logger.warning(
+                "Skipped the update of iteration %d: %s", self.trainer.iter, why
+            )
 
     def after_step(self) -> None:
-        """Raise, if there were too many in a row."""
+        """Raise an error after too many skips in a row."""
         self._in_a_row = self._in_a_row + 1 if self._skipping else 0
         if self._in_a_row > self._max_skips:
             raise FloatingPointError(
@@ -144,7 +146,7 @@ class SkipNonFinite(HookBase):
             )
 
 
-EXIT_HUNG = 124  # as that of timeout(1)
+EXIT_HUNG = 124  # the exit code of timeout(1)
 
 _RECORDS = os.path.join(tempfile.gettempdir(), "comm_lib_trace_rank_")
 
@@ -152,26 +154,26 @@ _RECORDS = os.path.join(tempfile.gettempdir(), "comm_lib_trace_rank_")
 class Watchdog(HookBase):
     """Ends a process that makes no progress, and prints the stacks of all its threads.
 
-    So torchrun restarts the run, or ends it. A rank that hangs makes the others wait for it, so
-    each of them ends. Of the ranks whose main threads are at one place the first prints its stacks,
-    and lists who is there and who is not: the one to blame is at a place without a collective, or
-    not in any list.
+    So torchrun restarts the run, or ends it. The other ranks wait for a rank that hangs, so each of
+    them ends. Ranks that hang at the same line form a group, whose first rank prints its stacks
+    and lists the ranks inside and outside of the group. The culprit hangs outside a collective, or
+    is in no group.
 
     ``timeout_s`` must exceed the longest iteration and the longest save. Each batch of
     :func:`hooktrain.evaluation.inference_on_dataset` counts as progress. Call
     :func:`hooktrain.utils.timer.beat` inside of anything else that takes long.
 
-    What this rank's collectives were is written to a file that the message names, by torch's flight
-    recorder: :func:`write_flight_record`.
+    :func:`write_flight_record` writes the last collectives of this rank to a file, which the
+    message names.
 
-    A thread looks four times in ``timeout_s``, and at least every ten seconds. It counts its looks,
-    so a process that was suspended does not seem to hang. It cannot look while C code holds the
-    interpreter's lock. Against that set the timeout of the process group.
+    A thread checks for progress four times in ``timeout_s``, and at least every ten seconds. It
+    counts its checks, so a process that was suspended does not seem to hang. It cannot check while
+    C code holds the interpreter's lock; the timeout of the process group covers that case.
 
     Args:
         timeout_s: in seconds, above 0. After so long without progress the process ends with the
             exit code 124 (:data:`EXIT_HUNG`).
-        first_s: the same until the first iteration has ended, which may compile, if that is longer.
+        first_s: the limit until the end of the first iteration, which may compile, if it is longer.
 
     Raises:
         ValueError: if ``timeout_s`` is not above 0.
@@ -218,26 +220,28 @@ class Watchdog(HookBase):
             if self._end.wait(pause):
                 return
             looks = looks + 1 if timer.last_beat == seen else 0
-        # The thread that hangs may hold a lock, of the log or of the store.
+        # The thread that hangs may hold a lock that the report needs. Then this ends the process.
         faulthandler.dump_traceback_later(100, exit=True, file=2)
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
             stacks = file.read()
         report_hang(f"has made no progress for {self._limit_s:g} s", stacks, pause)
-        self._end.wait(pause)  # others may still have to speak
-        os._exit(EXIT_HUNG)  # without what Python does at its end
+        self._end.wait(
+            pause
+        )  # the first rank of another group may still have to report
+        os._exit(EXIT_HUNG)  # Python's own exit would wait for the thread that hangs
 
 
 def report_hang(what: str, stacks: str, seconds: float) -> None:
-    """Print where this rank hangs, unless a rank that hangs there too has done so.
+    """Print where this rank hangs, unless another rank that hangs there has printed it.
 
-    It needs no other rank, as it goes over the store of the process group.
+    Ranks exchange their places over the store of the process group, which needs no collective.
 
     Args:
-        what: the rank does, such as "has made no progress".
-        stacks: of its threads, by ``faulthandler``; the last one is the main thread.
-        seconds: how long to wait for ranks that hang too.
+        what: the predicate of the message about this rank, such as "has made no progress".
+        stacks: the stacks of its threads, by ``faulthandler``; the last one is the main thread.
+        seconds: how long to wait for other ranks that hang.
     """
     rank = comm.get_rank()
     size = comm.get_world_size()
@@ -249,14 +253,14 @@ def report_hang(what: str, stacks: str, seconds: float) -> None:
     _, _, place = stacks.rpartition("first):")
     store.append(place, f"{rank} ")
     time.sleep(seconds)
-    here = list(map(int, store.get(place).split()))  # the first one first
+    here = list(map(int, store.get(place).split()))  # in the order of their reports
     others = sorted(set(range(size)).difference(here))
     text = f"Watchdog: rank {rank} {what}, as do {here[:50]}, not here: {others[:50]}"
     if here[0] == rank:
-        # In one piece: others may write there at the same time.
+        # One call, since other ranks may write to the same file at the same time.
         text += f". Its collectives: {record}"
         os.write(2, f"{text}. Its threads:\n{stacks}".encode())
-    logger.debug(text)  # for the files
+    logger.debug(text)  # for the log files
 
 
 def write_flight_record() -> str:
@@ -265,17 +269,17 @@ def write_flight_record() -> str:
     ``torchfrtrace`` compares the files of all ranks, if they are NCCL's.
 
     Returns:
-        The file: ``TORCH_FR_DUMP_TEMP_FILE`` and the rank, by default in the folder of temporary
-        files. Or why there is none.
+        The path, which is ``TORCH_FR_DUMP_TEMP_FILE`` and the rank, by default in the folder of
+        temporary files; or the reason why it could not be written.
     """
     recorders: Any = torch._C._distributed_c10d
     dump = recorders._dump_fr_trace
-    if "nccl" in dist.get_backend_config():  # it may be one of several
+    if "nccl" in dist.get_backend_config():  # NCCL may be one of several backends
         dump = recorders._dump_nccl_trace
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", _RECORDS)
     file = Path(f"{prefix}{comm.get_rank()}")
     try:
         file.write_bytes(dump())
-    except OSError as error:  # the process has to end in any case
+    except OSError as error:  # the process must end in any case
         return str(error)
     return str(file)

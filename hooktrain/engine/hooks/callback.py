@@ -1,4 +1,4 @@
-"""Functions as hooks."""
+"""Calls functions at the events of a trainer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,16 +9,16 @@ Callback = Callable[[Any], object]
 
 
 class CallbackHook(HookBase):
-    """Calls functions at the events; each gets the trainer, and at an evaluation the results.
+    """Calls functions at the events, which :class:`HookBase` describes.
 
     Args:
-        before_train: called once before the first iteration.
-        after_train: called once at the end; see :class:`HookBase` for this and the others.
-        before_step: called before each iteration.
-        after_backward: called between the backward pass and the update.
-        after_step: called after each iteration.
+        before_train: called with the trainer before the first iteration.
+        after_train: called with the trainer at the end.
+        before_step: called with the trainer before each iteration.
+        after_backward: called with the trainer before each update.
+        after_step: called with the trainer after each iteration.
         after_evaluation: called with the trainer and the results after each evaluation.
-        phase: when it runs among the hooks; see :class:`HookBase`.
+        phase: the place among the hooks.
     """
 
     def __init__(

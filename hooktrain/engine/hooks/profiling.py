@@ -14,17 +14,16 @@ from hooktrain.utils import comm
 class TorchProfiler(HookBase):
     """Runs :class:`torch.profiler.profile` in the iterations that a predicate chooses.
 
-    Each profiled iteration gives one trace in the output folder, for TensorBoard
-    ``log/profiler-tensorboard-iter{i}``, or for a browser's ``chrome://tracing``
-    ``profiler-trace-iter{i}.json``. The name contains the rank where there are several. For
-    example iterations 10 to 19 of the run:
-    ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
+    Each profiled iteration writes one trace into the output folder: for TensorBoard
+    ``log/profiler-tensorboard-iter{i}``, or for ``chrome://tracing``
+    ``profiler-trace-iter{i}.json``, whose name has the rank if there are several. To profile
+    iterations 10 to 19: ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
 
     Args:
-        enable_predicate: called with the trainer before each step; true means to profile it.
+        enable_predicate: called with the trainer before each step; returns whether to profile it.
         output_dir: the folder to write to.
         activities: see the profiler; None takes the CPU, and the accelerator if there is one.
-        save_tensorboard: which of the two formats to write.
+        save_tensorboard: whether to write for TensorBoard.
     """
 
     def __init__(
@@ -62,16 +61,16 @@ class TorchProfiler(HookBase):
             with_stack=True,
             with_flops=True,
             on_trace_ready=write,
-            acc_events=True,  # without it some releases of torch warn
+            acc_events=True,  # without this some releases of torch warn
         )
         self._profiler.start()
 
     def after_step(self) -> None:
-        """Stop the profiler, which writes what it saw."""
+        """Stop the profiler, which writes its trace."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
 
     def after_train(self) -> None:
-        """Stop a profiler that a failing step left running."""
+        """Stop the profiler if a step failed while it was running."""
         self.after_step()
