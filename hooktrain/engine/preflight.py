@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.evaluation.evaluator import computes_together
-from hooktrain.model.wrappers import unwrap_model
+from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
 from hooktrain.utils import comm
@@ -43,6 +43,22 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
             "The ranks do not exchange gradients, so each trains a model of its own: give the "
             "trainer create_ddp_model(model)"
         )
+
+
+def set_modes(model: nn.Module) -> None:
+    """Put a model into training mode if all of it is in evaluation mode, else leave its modes."""
+    modules = unwrap_model(model).modules()
+    if not any(each.training for each in modules if not is_model_wrapper(each)):
+        model.train()
+
+
+def log_modes(model: nn.Module) -> None:
+    """Name the layers of a model that stay in evaluation mode, if it is in training mode."""
+    named = unwrap_model(model).named_modules()
+    names = [name for name, module in named if not module.training]
+    outer = [name for name in names if name.rpartition(".")[0] not in names]
+    if outer and model.training:
+        logger.info("These layers are in evaluation mode, and stay so: %s", outer[:10])
 
 
 def warn_of_lost_calls(trainer: Any) -> None:

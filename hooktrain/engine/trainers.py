@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from hooktrain.data.batches import Batches, warn_of_equal_samples
 from hooktrain.engine.hook_base import State
 from hooktrain.engine.hook_list import hook_states
-from hooktrain.engine.preflight import check_parts, log_size, warn_of_lost_calls
+from hooktrain.engine.preflight import (
+    check_parts,
+    log_modes,
+    log_size,
+    set_modes,
+    warn_of_lost_calls,
+)
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
@@ -39,7 +45,9 @@ class ModelTrainer(TrainerBase):
     """The base of trainers that have a model, its data and its optimizer.
 
     Args:
-        model: the model, which is put into training mode.
+        model: the model. If all of it is in evaluation mode, it is put into training mode. Else
+            its layers keep their modes, such as a frozen BatchNorm, and the log names those that
+            are in evaluation mode.
         data_loader: an iterable of batches; see :class:`hooktrain.data.batches.Batches`.
         optimizer: a torch optimizer, an :class:`hooktrain.solver.OptimWrapper`, or a dict
             of several of either by name.
@@ -87,7 +95,8 @@ class ModelTrainer(TrainerBase):
         self.data_loader = data_loader
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
         check_count("gather_metric_period (train.log_period)", self.sync_period)
-        self.model = init_weights_once(model).train()
+        self.model = init_weights_once(model)
+        set_modes(model)
         self.losses: State = {}
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
@@ -137,6 +146,7 @@ class ModelTrainer(TrainerBase):
     def before_train(self) -> None:
         """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
+        log_modes(self.model)
         super().before_train()
         self._move = mover_to(self.model)  # the model may have moved since the last run
         self._not_finite_before = set()

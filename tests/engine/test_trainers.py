@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,9 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
 )
+from hooktrain.evaluation import inference_on_dataset
 from hooktrain.events import EventStorage, JSONWriter
+from hooktrain.model import SeparateDistributedDataParallel
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, optim_wrapper
 from hooktrain.utils import comm
@@ -207,6 +210,77 @@ def test_means_over_passes_are_no_coarser_than_float32(dtype: torch.dtype) -> No
     trainer.train(0, 1)
     mean = trainer.storage.latest()["total_loss"][0]
     assert mean == pytest.approx(0.7734375, rel=1e-5)
+
+
+class WithFrozenParts(LinearLoss):
+    """A BatchNorm and a teacher in evaluation mode, as the whole model may be."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+        self.teacher = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
+        for part in [self] if whole else [self.bn, self.teacher]:
+            part.eval()
+        self.teacher.requires_grad_(False)
+        self.bn.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fc(self.bn(x)) - self.teacher(x)).square().mean()
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def trained_with_frozen_parts() -> tuple[list[bool], list[bool], int]:
+    model = WithFrozenParts()
+    before = modes(model)
+    trainer = SimpleTrainer(create_ddp_model(model), batches(4), sgd(model.fc))
+
+    def evaluate() -> dict[str, float]:
+        inference_on_dataset(trainer.model, batches(1), None)
+        return {"x": 1.0}
+
+    trainer.register_hooks([EvalHook(2, evaluate)])
+    trainer.train(0, 4)
+    return before, modes(model), int(model.bn.num_batches_tracked or 0)
+
+
+def test_layers_in_evaluation_mode_stay_there_and_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    for before, after, tracked in [
+        trained_with_frozen_parts(),
+        *run_ranks(trained_with_frozen_parts, 2),
+    ]:
+        assert before == after == [True, True, False, False, False, False]
+        assert tracked == 0
+    assert caplog.text.count("['bn', 'teacher']") == 1
+
+
+def modes_of_a_whole() -> list[bool]:
+    found = []
+    for wrap in (create_ddp_model, SeparateDistributedDataParallel):
+        if wrap is create_ddp_model or comm.get_world_size() > 1:
+            model = WithFrozenParts(whole=True)
+            SimpleTrainer(wrap(model), batches(4), sgd(model))
+            found += modes(model)
+    return found
+
+
+def test_a_model_in_evaluation_mode_as_a_whole_is_put_into_training_mode() -> None:
+    assert all(modes_of_a_whole())
+    assert all(map(all, run_ranks(modes_of_a_whole, 2)))
+
+
+def test_a_model_of_which_only_a_child_trains_is_refused_in_the_first_step() -> None:
+    model = WithFrozenParts(whole=True)
+    model.fc.train()
+    trainer = SimpleTrainer(model, batches(4), sgd(model))
+    with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
+        trainer.train(0, 1)
+    assert not model.bn.training
 
 
 def poisoned(count: int, at: int) -> list[torch.Tensor]:
