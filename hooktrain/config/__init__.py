@@ -1,4 +1,4 @@
-"""Configs in plain Python: described lazily, changed from the command line, saved to one file."""
+"""Configurations in plain Python: lazy calls, overrides from the command line, one saved file."""
 
 from hooktrain.config.config_dict import ConfigDict as ConfigDict, resolve as resolve
 from hooktrain.config.lazy import (

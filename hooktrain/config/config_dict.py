@@ -1,7 +1,7 @@
-"""`ConfigDict`, a dict whose items are attributes too, and `resolve`, which follows references.
+""":class:`ConfigDict`, a dict with attribute access, and :func:`resolve`, which follows references.
 
 A reference is a string such as ``"${train.max_iter}"``. The whole string is replaced by the
-value that it names, whatever its type. In a longer string it is replaced by the value's text.
+value that it names, of any type. In a longer string it is replaced by the value's ``str``.
 
 - ``"${a.b}"`` starts at the root of the config.
 - ``"${.b}"`` starts at the dict or list that holds the string, ``"${..b}"`` one level above.
@@ -20,7 +20,7 @@ from hooktrain.utils.names import did_you_mean, dotted
 
 logger = logging.getLogger(__name__)
 
-# The dots at its beginning, and the path after them.
+# The leading dots, and the path after them.
 _REFERENCE = re.compile(r"\$\{(\.*)([^{}]*)\}")
 
 # The keys and indices that lead from the root to a value.
@@ -28,9 +28,9 @@ Path = tuple[Any, ...]
 
 
 class ConfigDict(dict[Any, Any]):
-    """A dict whose items are attributes too, for configs.
+    """A dict for configs whose items are also attributes.
 
-    Dicts, lists and tuples that are put into it are copied, and the dicts in them become
+    Dicts, lists and tuples are copied when they are set as items, and the dicts in them become
     ConfigDicts. A tuple that holds a reference becomes a list. Other values are kept as they are.
 
     Example::
@@ -38,13 +38,13 @@ class ConfigDict(dict[Any, Any]):
         cfg = ConfigDict(train={"max_iter": 100})
         cfg.train.max_iter = 200
 
-    A key that is the name of a method of dict, such as ``items``, is read as ``cfg["items"]``.
+    A key that is also a method of dict, such as ``items``, is read as ``cfg["items"]``.
 
     Raises:
-        AttributeError, KeyError: For a missing key; the message suggests the nearest one.
+        AttributeError, KeyError: for a missing key; the message suggests the nearest one.
     """
 
-    update = MutableMapping.update  # dict's own does not call __setitem__
+    update = MutableMapping.update  # dict.update does not call __setitem__
 
     def __init__(self, /, *source: Any, **items: Any) -> None:
         super().__init__()
@@ -70,18 +70,18 @@ class ConfigDict(dict[Any, Any]):
         del self[name]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """The value of ``key``, which is set to ``default`` first if it is missing."""
+        """The value of ``key``. A missing key is first set to ``default``."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def copy(self) -> "ConfigDict":
-        """A copy, also of the dicts, lists and tuples inside; other values are shared."""
+        """A copy, also of the dicts, lists and tuples in it; other values are shared."""
         return copy.copy(self)
 
 
 def to_config(value: Any) -> Any:
-    """A copy of dicts, lists and tuples with ConfigDicts as dicts; other values as they are."""
+    """A copy of a dict, list or tuple, in which dicts are ConfigDicts; other values as they are."""
     value = from_omegaconf(value)
     kind = type(value)
     if kind in (dict, ConfigDict):
@@ -95,11 +95,11 @@ def to_config(value: Any) -> Any:
 
 
 def from_omegaconf(value: Any, resolve: bool = False) -> Any:
-    """A DictConfig or ListConfig of omegaconf as plain dicts and lists; other values as they are.
+    """An omegaconf DictConfig or ListConfig as plain dicts and lists; other values as they are.
 
     Args:
         value: any value.
-        resolve: whether to replace references, which omegaconf writes in the same way.
+        resolve: whether to replace references, whose syntax is the same in omegaconf.
     """
     kind = type(value)
     if kind.__module__ in ("omegaconf.dictconfig", "omegaconf.listconfig"):
@@ -119,7 +119,7 @@ def known_keys(container: Any) -> Sequence[Any]:
 
 
 def find_key(container: Any, part: str) -> Any:
-    """The key or index that a part of a dotted path means in a dict, list or tuple, or None."""
+    """The key or index for a part of a dotted path in a dict, list or tuple; None if missing."""
     for key in known_keys(container):
         if str(key) == part:
             return key
@@ -127,30 +127,29 @@ def find_key(container: Any, part: str) -> Any:
 
 
 def resolve(cfg: ConfigDict) -> ConfigDict:
-    """Replace every reference in a config by what it names.
+    """Replace every reference in a config by the value that it names.
 
-    The config remembers how the references were written. `restore_references` puts them back, and
-    `resolve` follows them again when it is called again. So call it after you have changed by hand
-    what others refer to. `LazyConfig.load` and `apply_overrides` call it too.
+    The config remembers its references: :func:`restore_references` puts them back, and another call
+    of :func:`resolve` follows them again. Call it after you have changed a value that references
+    name. :meth:`LazyConfig.load` and :func:`apply_overrides` call it too.
 
     Args:
-        cfg: A whole config. It is changed.
+        cfg: a whole config; it is changed.
 
     Returns:
         ``cfg`` itself.
 
     Raises:
-        ValueError: If a reference names nothing, or comes back to itself.
+        ValueError: if a reference names no key or is circular.
     """
     restore_references(cfg)
-    references = {}  # by path: the text of the reference, and the value that it names
+    references = {}  # from paths to the reference as written and the value that it names
     for path, text in _references(cfg, ()):
         try:
             value = _resolved(cfg, path, text)
         except RecursionError:
             where = dotted(path)
-            what = f"{where}: the reference {text!r}"
-            raise ValueError(f"{what} goes round in a circle") from None
+            raise ValueError(f"{where}: the reference {text!r} is circular") from None
         references[path] = (text, value)
     # All references are followed before one is replaced.
     for path, (_, value) in references.items():
@@ -160,15 +159,15 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
 
 
 def restore_references(cfg: ConfigDict) -> ConfigDict:
-    """Put the references of a resolved config back, except where a value was changed since.
+    """Put the references of a resolved config back, except those whose value was changed since.
 
     Returns:
         ``cfg`` itself.
     """
-    # A plain dict has none.
+    # A plain dict has no references.
     references = getattr(cfg, "__dict__", {}).pop("_references", {})
     for path, (text, value) in references.items():
-        # A dict or list on the way may have been deleted.
+        # A dict or list on the path may have been deleted.
         with suppress(KeyError, IndexError, TypeError):
             if _at(cfg, path) == value:
                 _put(cfg, path, text)
@@ -180,7 +179,7 @@ def _is_reference(value: Any) -> bool:
 
 
 def _references(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    """All strings with references below a value, with their paths."""
+    """All strings with references in a value, with their paths."""
     if _is_reference(value):
         yield path, value
     for key in known_keys(value):
@@ -198,14 +197,14 @@ def _put(cfg: ConfigDict, path: Path, value: Any) -> None:
     *above, key = path
     holder = _at(cfg, above)
     if isinstance(holder, dict):
-        # ConfigDict.__setitem__ would copy a dict that two keys refer to.
+        # ConfigDict.__setitem__ would copy a dict that two keys share.
         dict.__setitem__(holder, key, value)
     else:
         holder[key] = value
 
 
 def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
-    """The value of the string with references that is at a path."""
+    """The value of a string with references; the path is that of the string."""
     follow = partial(_follow, cfg, path)
     whole = _REFERENCE.fullmatch(text)
     if whole:
@@ -225,7 +224,7 @@ def _follow(cfg: ConfigDict, path: Path, match: re.Match[str]) -> Any:
         if key is None:
             hint = did_you_mean(name, known_keys(value))
             where = dotted(path)
-            what = f"{where}: the reference {match[0]!r} names nothing"
+            what = f"{where}: the reference {match[0]!r} names no key"
             raise ValueError(f"{what}: no {name!r}{hint}")
         here = (*here, key)
         value = value[key]

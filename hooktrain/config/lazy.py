@@ -1,6 +1,6 @@
-"""Configs written in Python: `LazyCall` describes a call, `instantiate` makes it.
+"""Configs written in Python: a :class:`LazyCall` describes a call, :func:`instantiate` makes it.
 
-`LazyConfig` loads them, and saves them as JSON.
+:class:`LazyConfig` loads configs, and saves them as JSON.
 """
 
 import builtins
@@ -25,12 +25,12 @@ from hooktrain.utils.names import call, dotted
 
 Keys = str | Sequence[str] | None
 
-# The files that are running, each loaded by the one before it.
+# The config files that are being run, each loaded by the one before it.
 _running: list[Path] = []
 
 
 class LazyCall:
-    """Writes a call down as a config, to be made by `instantiate`.
+    """Describes a call as a config, for :func:`instantiate` to make.
 
     Example::
 
@@ -39,7 +39,7 @@ class LazyCall:
         instantiate(layer)  # torch.nn.Linear(8, out_features=2)
 
     Args:
-        target: What to call: a callable, its dotted name, or a config that gives a callable.
+        target: a callable, its dotted name, or a config that gives a callable.
     """
 
     def __init__(self, target: Any) -> None:
@@ -52,18 +52,18 @@ class LazyCall:
 
 
 def instantiate(cfg: Any) -> Any:
-    """Build what a config describes, its children first.
+    """Build the objects that a config describes, children first.
 
     A dict with the key ``_target_`` (a callable, its dotted name, or a config that gives a
-    callable) is replaced by what the target returns, called with the list ``_args_`` and with the
-    other items as keyword arguments; `LazyCall` writes such dicts. Other dicts, lists and tuples
-    come back as plain ones with their contents built; everything else comes back as it is.
+    callable) becomes the result of that call, with the list ``_args_`` as positional and the other
+    items as keyword arguments; :class:`LazyCall` makes such dicts. Other dicts, lists and tuples
+    become plain ones with built contents. Any other value is returned as it is.
 
     Args:
-        cfg: A config whose references are resolved, a part of one, or anything else.
+        cfg: a config whose references are resolved, a part of one, or any other value.
 
     Raises:
-        Exception: What a target raises, with a note about the path and the target; for an unknown
+        Exception: the error of a target, with a note about the path and the target; for an unknown
             argument the note suggests the nearest parameter.
     """
     return _built(from_omegaconf(cfg, resolve=True), ())
@@ -74,7 +74,7 @@ def _built(value: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(value, LazyCall):
         raise TypeError(
             f"LazyCall({value._target!r}) is not called ({dotted(path) or 'the config'}): "
-            "its arguments follow in parentheses"
+            "add its arguments in parentheses"
         )
     if kind in (list, tuple):
         items = []
@@ -101,28 +101,28 @@ class LazyConfig:
 
     @staticmethod
     def load(filename: AnyPath, keys: Keys = None) -> Any:
-        """The config in a Python file, which is run, or in a file that `save` has written.
+        """Load the config of a Python file, which is run, or of a file that :meth:`save` wrote.
 
-        In a Python file, relative imports (``from .common.train import train``) mean files beside
-        it and need no ``__init__.py``. Each import runs them again, and their dicts arrive as
-        ConfigDicts, so the file may change what it imports. Absolute imports are Python's own.
+        In a Python file, relative imports (``from .common.train import train``) load the files
+        beside it, which need no ``__init__.py``. Each import runs a file again and gives its dicts
+        as ConfigDicts, so the importing file may change them. Absolute imports are Python's own.
 
-        Nothing in a saved file is run or imported before `instantiate`.
+        A saved file runs and imports nothing before :func:`instantiate`.
 
         Args:
-            filename: A ``.py`` file, or any other with JSON.
-            keys: The name, or names, of the wanted globals of the file.
+            filename: a ``.py`` file, or a JSON file of any other name.
+            keys: the name, or names, of the wanted globals of the file.
 
         Returns:
             Without ``keys``, a ConfigDict of the public global dicts and lists of the file. With
-            ``keys``, that object or the tuple of them. References are resolved in the whole
-            config, when all files have run; what a file loads or imports has them as texts.
+            ``keys``, that object or the tuple of them. References are resolved in the whole config
+            after all files have run; a file that loads or imports another sees its references.
 
         Raises:
-            ValueError: If the file is neither, or a reference names nothing.
-            FileNotFoundError: If there is no such file, or none that a relative import names. It
-                names a file, not a folder.
-            KeyError: If there is no global of that name.
+            ValueError: if the file is neither Python nor JSON, or a reference names no key.
+            FileNotFoundError: if the file, or one that a relative import names, does not exist. A
+                relative import names a file, not a folder.
+            KeyError: if the file has no global of that name.
         """
         path = Path(filename).absolute()
         if path.suffix == ".py":
@@ -144,24 +144,26 @@ class LazyConfig:
 
     @staticmethod
     def save(cfg: ConfigDict, filename: AnyPath) -> None:
-        """Write a config as JSON, which `load` reads, and which describes the same objects.
+        """Save a config as JSON, from which :meth:`load` reads a config of the same objects.
 
-        References are kept as they were written. Classes and functions are saved by their dotted
-        names, tuples as lists. The file appears only when it is complete.
+        References are saved as they were written, classes and functions by their dotted names,
+        tuples as lists. The file appears only when it is complete.
 
-        A value that cannot be saved, such as a lambda, a tensor or a function of the config file
-        itself, is a warning that names its key. `instantiate` refuses to make it.
+        For a value that cannot be saved, such as a lambda, a tensor or a function of the config
+        file itself, a warning names its key, and :func:`instantiate` refuses the saved value.
 
         Args:
-            cfg: A whole config.
-            filename: Any name but that of a Python file.
+            cfg: a whole config.
+            filename: any name that does not end in ``.py``.
 
         Raises:
-            ValueError: If the file is a ``.py`` file.
+            ValueError: if the name ends in ``.py``.
         """
         if Path(filename).suffix == ".py":
-            hint = "a config is saved as JSON: give a name like 'config.json'"
-            raise ValueError(f"{hint}, not {str(filename)!r}")
+            raise ValueError(
+                "a config is saved as JSON: give a name like 'config.json', not "
+                f"{str(filename)!r}"
+            )
         for line in LazyConfig.to_py(cfg, "").splitlines():
             if NOT_SAVED in line:
                 logger.warning("The saved config lacks %s", line)
@@ -170,7 +172,7 @@ class LazyConfig:
 
     @staticmethod
     def to_json(cfg: ConfigDict) -> str:
-        """The text of the file that `save` writes."""
+        """The JSON text that :meth:`save` writes."""
         written = restore_references(cfg.copy())
         data = to_data(written)
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -186,12 +188,14 @@ def _read_json(path: Path) -> ConfigDict:
     try:
         return ConfigDict(json.loads(path.read_bytes()))
     except ValueError as error:
-        what = "neither a .py file nor JSON, as LazyConfig.save writes it"
-        raise ValueError(f"{str(path)!r} is {what}: {error}") from None
+        raise ValueError(
+            f"{str(path)!r} is neither a .py file nor JSON, as LazyConfig.save writes it: "
+            f"{error}"
+        ) from None
 
 
 def _run(path: Path) -> ConfigDict:
-    """Run a Python file, in which relative imports mean files beside it."""
+    """Run a Python file whose relative imports load files beside it; return its globals."""
 
     def import_(
         name: str,
@@ -202,13 +206,13 @@ def _run(path: Path) -> ConfigDict:
     ) -> Any:
         if level == 0:
             return builtins.__import__(name, globals, locals, fromlist)
-        # One dot is the folder of the importing file, and each further dot is one folder above.
+        # One dot is the folder of the importing file, and each further dot the folder above.
         folder = Path(*path.parts[:-level])
         below = name.replace(".", "/")
         names = _run(folder / f"{below}.py")
         return SimpleNamespace(**names)
 
-    # The file gets a copy of the builtins, so that no other file sees this __import__.
+    # The file gets its own copy of the builtins, so that no other file sees this __import__.
     own_builtins = {**vars(builtins), "__import__": import_}
     _running.append(path)
     try:

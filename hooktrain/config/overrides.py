@@ -16,34 +16,34 @@ from hooktrain.config.plain_data import dotted_lines, to_data
 from hooktrain.utils.names import did_you_mean
 from hooktrain.utils.periods import PERIOD
 
-# Words of command lines and JSON that literal_eval does not know.
+# Words of command lines and of JSON that literal_eval does not parse.
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "": ""}
 
 
 def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
     """Change a config in place by a list of overrides, and resolve its references again.
 
-    - ``a.b=3`` sets an existing key. The value is a Python literal (number, quoted text, list,
-      tuple, dict), or one of true, false, none, null in any case, or else a text, all after the
-      first ``=``. It replaces what was there; dicts are not merged. In the place of anything but
-      a text or None, a text needs quotes, unless it is like ``1 epoch`` or ``10 minutes``.
-    - ``+a.b=3`` sets a key that need not exist, and makes the dicts on the way; for a list, the
-      index that is its length appends.
+    - ``a.b=3`` sets an existing key. The value is everything after the first ``=``: a Python
+      literal (number, quoted text, list, tuple, dict), one of true, false, none, null in any case,
+      or else a string. It replaces the old value; dicts are not merged. To replace anything but a
+      string or None, a string needs quotes, except periods such as ``1 epoch`` or ``10 minutes``.
+    - ``+a.b=3`` sets a key that need not exist, and adds the missing dicts on its path. With its
+      length as the index, it appends to a list.
     - ``~a.b`` deletes a key or a list item.
     - ``a.items.0=3`` changes a list item; ``a='${b.c}'`` sets a reference.
 
     Args:
-        cfg: A whole config; it is changed.
-        overrides: The overrides, applied in turn.
+        cfg: a whole config; it is changed.
+        overrides: the overrides, applied in turn.
 
     Returns:
         ``cfg`` itself.
 
     Raises:
-        KeyError: If a key does not exist. The message quotes the override, and suggests the
-            nearest key.
-        ValueError: If an override has no ``=`` or an empty key, if a text without quotes is to
-            replace something else, or if a reference names nothing.
+        KeyError: if a key does not exist. The message quotes the override and suggests the nearest
+            key.
+        ValueError: if an override has no ``=`` or an empty key, if a string needs quotes, or if a
+            reference names no key.
     """
     restore_references(cfg)
     for override in overrides:
@@ -60,8 +60,10 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     path, equals, text = change.partition("=")
     parts = path.split(".")
     if not all(parts) or bool(equals) == deletes:
-        forms = "'key=value', '+key=value' or '~key', with a key like 'train.max_iter'"
-        raise ValueError(f"the override {override!r} is none of {forms}")
+        raise ValueError(
+            "an override is 'key=value', '+key=value' or '~key', with a key like "
+            f"'train.max_iter', not {override!r}"
+        )
     node: Any = cfg
     *above, last = parts
     for part in above:
@@ -82,7 +84,7 @@ def _apply(cfg: ConfigDict, override: str) -> None:
 
 
 def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
-    """The key of a dict or list that a part of a path means. With + it may be a new one."""
+    """The key of a dict or list for a part of a path. With +, a dict may get a new key."""
     container = None if isinstance(node, tuple) else node
     found = find_key(container, part)
     if found is not None:
@@ -90,36 +92,34 @@ def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
     if override.startswith("+") and isinstance(node, dict):
         return part
     hint = did_you_mean(part, known_keys(container))
-    # The key may be elsewhere: batch_size is found in dataloader.train.total_batch_size.
-    elsewhere = []
-    for line in dotted_lines(to_data(cfg), ""):
-        path, _, _ = line.partition(" = ")
-        if path.endswith(part):
-            elsewhere.append(path)
+    # The key may be elsewhere: batch_size ends dataloader.train.total_batch_size.
+    lines = dotted_lines(to_data(cfg), "")
+    paths = [line.partition(" = ")[0] for line in lines]
+    elsewhere = [path for path in paths if path.endswith(part)]
     if elsewhere:
         hint = f"; there is {', '.join(elsewhere)}"
-    # What is added to a call is an argument of it, and at the top there may be hooks and writers.
-    # In other dicts nobody would read it.
+    # A key that is added to a call is an argument, and one at the top may be hooks or writers.
+    # A new key in any other dict would have no effect.
     if container is cfg or "_target_" in known_keys(container):
         hint += " (a + before the key adds it)"
     raise KeyError(f"the override {override!r}: the config has no {part!r}{hint}")
 
 
 def parse_value(text: str) -> Any:
-    """The value that the text after the ``=`` of an override means."""
+    """The value of the text after the ``=`` of an override."""
     word = text.strip()
     lowered = word.lower()
     if lowered in _WORDS:
         return _WORDS[lowered]
     try:
-        # In brackets, so that "7#x" is not taken for 7 with a comment.
+        # In parentheses, so that "7#x" is not read as 7 with a comment.
         return ast.literal_eval(f"({word})")
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
 def _check_text(node: Any, key: Any, override: str) -> None:
-    """Refuse a text that was probably meant to be something else."""
+    """Refuse a string without quotes, probably a typo, in the place of another kind of value."""
     text = override.partition("=")[2]
     if "${" in text or PERIOD.fullmatch(text):
         return
@@ -127,5 +127,7 @@ def _check_text(node: Any, key: Any, override: str) -> None:
     if key in known_keys(node):
         old = node[key]
     if isinstance(old, int | float | list | tuple | dict):
-        hint = "give a value of its kind, or put quotes around a text"
-        raise ValueError(f"the override {override!r} replaces {old!r:.60}: {hint}")
+        raise ValueError(
+            f"the override {override!r} replaces {old!r:.60} by a string: give a value of "
+            "its kind, or put quotes around the string"
+        )

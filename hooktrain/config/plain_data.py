@@ -1,4 +1,4 @@
-"""A config as plain data, as JSON can write it, with dotted names for classes and functions."""
+"""A config as plain data for JSON, with dotted names for classes and functions."""
 
 import pkgutil
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ import torch
 from hooktrain.config.config_dict import ConfigDict
 from hooktrain.utils.names import importable_name
 
-# The beginning of the text that is saved in place of an object that cannot be imported by name.
+# The prefix of the string that is saved in place of an object that cannot be imported by name.
 NOT_SAVED = "NOT SAVED: "
 
 _SCALARS = (str, int, bool, float, type(None))
 
 
 def to_data(value: Any) -> Any:
-    """A value as dicts with text keys, lists, texts, numbers, True, False and None.
+    """A value as dicts with string keys, lists, strings, numbers, True, False and None.
 
     Tuples become lists. A class or a function becomes its dotted name under the keys ``_target_``
-    and ``type``, where a name is understood, and elsewhere a call that imports it. Partial
-    functions, paths, devices, ranges, dataclasses, and dicts with keys that are no texts become
-    calls too, which `instantiate` makes.
+    and ``type``, which take names, and a call that imports it elsewhere. Partial functions, paths,
+    devices, ranges, enum members, dataclasses, and dicts with other keys than strings become calls
+    that :func:`instantiate` makes.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -46,7 +46,7 @@ def to_data(value: Any) -> Any:
                 items[field.name] = getattr(value, field.name)
         return _call_data(kind, **items)
     if isinstance(value, Enum | range | PurePath | torch.device):
-        # pickle makes them in the same way: by a function and its arguments.
+        # As for pickle, a function and its arguments make the value.
         reduced: Any = value.__reduce_ex__(2)
         target, args = reduced[:2]
         return _call_data(target, *args)
@@ -76,7 +76,7 @@ def _call_data(target: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _name(value: Any, separator: str) -> str:
-    """The module of a class or function and its name there, joined by the separator."""
+    """The module of a class or function and its name in it, joined by the separator."""
     try:
         return separator.join(importable_name(value))
     except ValueError:

@@ -1,1 +1,1 @@
-"""What every part of hooktrain uses: ranks, seeds, files, logs, metrics."""
+"""Helpers for all other packages: ranks, seeds, files, logs, tensors."""

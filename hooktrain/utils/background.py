@@ -1,4 +1,4 @@
-"""Work that goes on beside the training loop, and whose errors come back to it."""
+"""Background work beside the training loop, whose errors are raised in the loop."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class BackgroundWorker:
         True
 
     Args:
-        name: what messages call the jobs; it is the name of the thread too.
+        name: the name of the jobs in messages, and of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,11 +33,11 @@ class BackgroundWorker:
 
         Args:
             job: the function to call.
-            daemon: whether the interpreter may end without waiting for the job. (The threads of
-                an executor cannot do that.)
+            daemon: whether the interpreter may exit without waiting for the job. (It always waits
+                for the threads of an executor.)
 
         Raises:
-            BaseException: what the previous job raised. Then this one is not started.
+            BaseException: the error of the previous job; then this one is not started.
         """
         self.wait()
         self._thread = Thread(
@@ -49,13 +49,13 @@ class BackgroundWorker:
         """Wait until no job is running.
 
         Args:
-            seconds: the longest time to wait; None waits as long as it takes.
+            seconds: the longest time to wait; None waits without a limit.
 
         Returns:
-            Whether the job ended in that time.
+            Whether the job has ended.
 
         Raises:
-            BaseException: what the job raised; it is raised only once.
+            BaseException: the error of the job; it is raised only once.
         """
         if self._thread is None:
             return True
@@ -72,6 +72,8 @@ class BackgroundWorker:
     def _run(self, job: Callable[[], object]) -> None:
         try:
             job()
-        except BaseException as error:  # nobody would catch it in this thread
+        except (
+            BaseException
+        ) as error:  # submit() or wait() raises it in the caller's thread
             logger.error("The background job %r failed: %r", self.name, error)
             self._error = error

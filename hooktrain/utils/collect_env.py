@@ -10,7 +10,7 @@ from hooktrain.utils.env import device_module
 
 
 def collect_env_info() -> str:
-    """The platform, versions and devices, one on each line, and how torch was built."""
+    """The platform, versions and devices, one on each line, and torch's build settings."""
     lines = [
         f"Platform: {platform.platform()}",
         f"Python: {platform.python_version()}",
@@ -28,6 +28,6 @@ def _devices() -> str:
     module = device_module()
     if module is None:
         return "none"
-    # Some kinds of devices have no names (mps).
+    # Some kinds of devices (mps) have no names.
     name_of = getattr(module, "get_device_name", lambda: module.__name__)
     return f"{torch.accelerator.device_count()} x {name_of()}"

@@ -1,4 +1,4 @@
-"""The seeds of the global generators of random numbers."""
+"""Seeds of the global random number generators."""
 
 import random
 from functools import cache, lru_cache
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Each generator of the CPU takes 32 bits.
+# Each generator on the CPU takes a seed of 32 bits.
 _FOUR_SEEDS = Struct("<IIII")
 
 
@@ -23,7 +23,7 @@ def seed_all_rng(seed: int) -> None:
     Raises:
         ValueError: if the seed is out of range; then nothing is seeded.
     """
-    np.random.seed(seed)  # it comes first, since it refuses a seed that is out of range
+    np.random.seed(seed)  # first, since it refuses a seed that is out of range
     random.seed(seed)
     torch.manual_seed(seed)
 
@@ -35,15 +35,16 @@ def seed_on_host(counter: int, *stream: int | str) -> int:
 
     Args:
         counter: the number of a step or a sample, from 0.
-        stream: names and numbers of what is counted, such as ``"step"``, the seed and the rank.
+        stream: the name of the counter and its further numbers, such as ``"step"``, the seed and
+            the rank.
 
     Returns:
-        One more seed, for the generator of a device.
+        Another seed, for the generator of a device.
     """
     hashed = _hash(*stream).copy()
     hashed.update(counter.to_bytes(8, "little"))
     for_torch, for_numpy, for_python, for_device = _FOUR_SEEDS.unpack(hashed.digest())
-    # torch.manual_seed would seed every kind of device too, which takes longer than a small step.
+    # torch.manual_seed would also seed every kind of device, which takes longer than a small step.
     torch.default_generator.manual_seed(for_torch)
     np.random.seed(for_numpy)
     random.seed(for_python)
@@ -52,7 +53,7 @@ def seed_on_host(counter: int, *stream: int | str) -> int:
 
 @lru_cache
 def _hash(*stream: int | str) -> Any:
-    # A number of numpy has another repr than the same number of Python.
+    # The repr of a numpy number differs from that of the same Python number.
     plain = tuple(part if isinstance(part, str) else index(part) for part in stream)
     return blake2b(repr(plain).encode(), digest_size=_FOUR_SEEDS.size)
 
@@ -60,19 +61,19 @@ def _hash(*stream: int | str) -> Any:
 def seed_step(seed: int, iteration: int, rank: int, event: str = "step") -> None:
     """Seed the global generators for one iteration of one rank.
 
-    The random numbers of a step are then a function of these numbers.
+    The random numbers of the iteration are then a function of the arguments.
 
     Args:
         seed: the seed of the run, any integer.
         iteration: the iteration, from 0.
         rank: the rank of this process.
-        event: what draws: a step, or what comes between steps, such as an evaluation.
+        event: the name of the consumer: a step, or an event between steps, such as an evaluation.
     """
     for_device = seed_on_host(iteration, event, seed, rank)
     module = device_module()
-    # Some kinds of device (mps) have no state of being uninitialised.
+    # Some kinds of devices (mps) are always initialised and have no such function.
     if module is not None and getattr(module, "is_initialized", lambda: True)():
-        # A model may lie on another device than the current one, or on several.
+        # The model may be on another device than the current one, or on several.
         getattr(module, "manual_seed_all", module.manual_seed)(for_device)
 
 
@@ -84,10 +85,10 @@ def device_module() -> Any:
 
 
 def determinism() -> str:
-    """Whether kernels of the accelerator may differ from one call to the next, for messages.
+    """The end of a sentence on whether torch uses deterministic algorithms, for messages.
 
     Returns:
-        The end of a sentence; nothing on a machine without an accelerator.
+        The end of the sentence; "" on a machine without an accelerator.
     """
     if device_module() is None:
         return ""

@@ -1,4 +1,4 @@
-"""Logging to the terminal and to a file, and a progress bar."""
+"""Logging to the terminal and to a file; a progress bar."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEB
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
-    """Reports once that it cannot write, and drops all later records."""
+    """Reports the first record that it cannot write, and drops the later ones."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exc_info()[1]
@@ -28,10 +28,12 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
             return
         name = getattr(self.stream, "name", "the log")
         nowhere = open(os.devnull, "w")  # noqa: SIM115
-        if self.stream is sys.stdout:  # as after "| head", for those who print
+        if (
+            self.stream is sys.stdout
+        ):  # for example after "| head"; print() would fail too
             sys.stdout = nowhere
         else:
-            with suppress(OSError):  # or else Python reports it once more
+            with suppress(OSError):  # at exit Python would report the error again
                 self.stream.close()
         self.stream = nowhere
         logging.getLogger(record.name).error("Cannot write to %s: %s", name, error)
@@ -42,16 +44,18 @@ class _FileHandler(_Handler, logging.FileHandler):
 
 
 class _TerminalHandler(_Handler):
-    """Writes to the present ``sys.stdout``, not to the one at construction."""
+    """Writes to the current ``sys.stdout``, not to the one at construction."""
 
     def __init__(self, color: bool) -> None:
         super().__init__(sys.stdout)
-        self._no_color = None if color else True  # None leaves it to the terminal
+        self._no_color = (
+            None if color else True
+        )  # with None, termcolor asks the terminal
         clock = colored("%(asctime)s", "green", no_color=self._no_color)
         self.formatter = logging.Formatter(f"{clock} %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Put the level at the beginning of a line, from WARNING on."""
+        """Begin a line with the level, from WARNING on."""
         line = super().format(record)
         if record.levelno < logging.WARNING:
             return line
@@ -61,10 +65,9 @@ class _TerminalHandler(_Handler):
         return f"{level} {line}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A process may have been started without it.
-        if sys.stdout is not None:
+        if sys.stdout is not None:  # None in a process that was started without it
             self.stream = sys.stdout
-            if _bar.text and not _cell():
+            if _bar.text:
                 _draw("")
             super().emit(record)
 
@@ -78,30 +81,30 @@ def setup_logger(
     configure_stdout: bool = True,
     level: str = "normal",
 ) -> logging.Logger:
-    """Make a logger write to the terminal, and all records from DEBUG on to a file.
+    """Log to the terminal, and all records from DEBUG on to a file.
 
-    Lines on the terminal have the time. Those in the file have the date, the name of the logger and
-    the level too. Another call for the same name replaces what the last one has set up. Handlers
-    that others have added stay.
+    Lines on the terminal begin with the time, those in the file with the date, the name of the
+    logger and the level too. Another call for the same name replaces the handlers of the last one.
+    Other handlers stay.
 
     Args:
         output: a file, if the name ends in .txt or .log; otherwise a folder, in which the file is
             log.txt. A file that exists is appended to. None writes no file.
-        distributed_rank: the rank of this process; None takes that of the process group, or before
-            that is made torchrun's. Ranks above 0 do not write to the terminal, and add
+        distributed_rank: the rank of this process; None takes that of the process group, or
+            torchrun's if there is no group yet. Ranks above 0 do not write to the terminal, and add
             ``.rank{N}`` to the name of the file. Ranks from 128 on write nothing.
-        color: whether to use colours on the terminal, if it has them. The variables NO_COLOR and
-            FORCE_COLOR decide on that too.
-        name: the name of the logger; "" is the root of all loggers.
+        color: whether to use colours, if the terminal has them. The variables NO_COLOR and
+            FORCE_COLOR take precedence.
+        name: the name of the logger; "" is the root logger.
         configure_stdout: whether to write to the terminal.
-        level: what the terminal shows: ``"quiet"`` shows warnings and errors, ``"normal"`` all
-            from INFO on, and ``"debug"`` everything.
+        level: the records for the terminal: ``"quiet"`` is warnings and errors, ``"normal"`` is
+            INFO and above, and ``"debug"`` is everything.
 
     Returns:
         The logger.
 
     Raises:
-        ValueError: for another ``level``, or an address such as ``s3://...``.
+        ValueError: for an unknown ``level``, or an address such as ``s3://...``.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {list(LEVELS)}, but got {level!r}")
@@ -127,7 +130,7 @@ def _log_file(output: str | os.PathLike[str], rank: int) -> Path:
     path = Path(on_disk(output))
     if path.suffix not in (".txt", ".log"):
         path = path / "log.txt"
-    # So many files are a burden to a file system, and nobody reads them.
+    # More files than these would burden the file system.
     if rank >= 128:
         return Path(os.devnull)
     if rank > 0:
@@ -148,31 +151,30 @@ def close_logger(name: str = "hooktrain") -> None:
 
 
 def show_progress(
-    what: str, done: int, total: int, seconds_left: float | None = None
+    title: str, done: int, total: int, seconds_left: float | None = None
 ) -> bool:
-    """Draw a progress bar, if a person watches the terminal or the cell of a notebook.
-
-    On a terminal the bar stands below the lines of the log, and the next line replaces it.
+    """Draw a progress bar below the lines of the log, on a terminal or in a notebook.
 
     Args:
-        what: what the bar is about.
-        done: how much is done. When all is done, the bar is removed.
-        total: how much there is to do; a number below 1 if that is unknown.
-        seconds_left: the time that is left; None if it is unknown.
+        title: the beginning of the bar.
+        done: the number of finished items. The bar is removed when all are finished.
+        total: the number of items; below 1 if it is unknown.
+        seconds_left: the remaining time; None if it is unknown.
 
     Returns:
-        Whether a person watches, so that no lines about the progress are needed.
+        Whether the output is a terminal or a notebook; otherwise the caller should log its
+        progress in lines.
     """
-    if not _is_watched():
+    if not _shows_bar():
         return False
     since = time.monotonic() - _bar.drawn_at
     if done == total:
         _draw("")
     elif not _bar.text or since >= 0.1:
-        text = f"{what} {done}"
+        text = f"{title} {done}"
         if total > 0:
             hashes = "#" * (30 * done // total)
-            text = f"{what} [{hashes:-<30}] {done}/{total}"
+            text = f"{title} [{hashes:-<30}] {done}/{total}"
         if seconds_left is not None:
             text += f"  eta: {pretty_seconds(seconds_left)}"
         width = shutil.get_terminal_size().columns - 1
@@ -180,46 +182,30 @@ def show_progress(
     return True
 
 
-# The text of the bar, the cell of a notebook that it is in, and when it was drawn.
-_bar = SimpleNamespace(text="", cell="", drawn_at=0.0)
+# The text of the bar, and the time.monotonic() of the last change.
+_bar = SimpleNamespace(text="", drawn_at=0.0)
 
 
 def _draw(text: str) -> None:
     """Replace the text of the bar; an empty text removes the bar."""
-    if _cell():
-        _show(text)
-    elif text or _bar.text:
+    if text or _bar.text:
+        # Notebooks ignore the escape sequence that erases a line.
+        spaces = " " * len(_bar.text)
         with suppress(OSError):  # the terminal may have been closed
-            sys.stdout.write(f"\r\x1b[K{text}")
+            sys.stdout.write(f"\r{spaces}\r{text}")
             sys.stdout.flush()
     _bar.text = text
     _bar.drawn_at = time.monotonic()
 
 
-def _cell() -> str:
-    """An identifier of the notebook's cell that is running, or ""."""
-    message = getattr(sys.stdout, "parent_header", {})
-    name: str = message.get("msg_id", "")
-    return name
-
-
-def _show(text: str) -> None:
-    """Show the bar in the running cell, in the place where it was drawn first."""
-    from IPython.display import display
-
-    cell = _cell()
-    data = {"text/plain": text}
-    is_there = cell == _bar.cell
-    display(data, raw=True, display_id=cell, update=is_there)
-    _bar.cell = cell
-
-
-def _is_watched() -> bool:
-    """Whether a person watches the output, at a level that shows progress."""
+def _shows_bar() -> bool:
+    """Whether the log goes to a terminal or a notebook, at a level that shows progress."""
     for handler in logging.getLogger("hooktrain").handlers:
         if isinstance(handler, _TerminalHandler) and handler.level <= logging.INFO:
-            is_terminal = sys.stdout is not None and sys.stdout.isatty()
-            return is_terminal or bool(_cell())
+            out = sys.stdout
+            # The stream of a notebook's kernel has the header of the cell's message.
+            is_notebook = hasattr(out, "parent_header")
+            return is_notebook or (out is not None and out.isatty())
     return False
 
 

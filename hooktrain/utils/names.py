@@ -1,4 +1,4 @@
-"""Python objects by name: near misses, dotted names, and calls of what they name."""
+"""Python objects by name: near misses, dotted names, and calls; checks of arguments."""
 
 import difflib
 import importlib
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """The end of an error message about a name that does not exist.
+    """The end of an error message about an unknown name.
 
     Args:
-        name: The name that was asked for.
-        known: The names that exist.
+        name: the unknown name.
+        known: the known names.
 
     Returns:
         ``"; did you mean 'x'?"`` if a known name is similar. Otherwise the first twelve known
@@ -41,15 +41,15 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
-    """Make a list of an argument that must be a collection of objects of one class.
+    """The list of an argument that must be a collection of objects of one class.
 
     Args:
-        given: The argument.
-        kind: The class of its items, which may be None too.
-        what: What the items are, for the error.
+        given: the argument.
+        kind: the class of its items, which may also be None.
+        what: the name of the argument, for the error.
 
     Raises:
-        TypeError: For a single object or a text in place of a collection, and for an item of
+        TypeError: for a single object or a string in place of a collection, and for an item of
             another class.
     """
     if isinstance(given, kind | str):
@@ -63,15 +63,15 @@ def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number of at least so much, such as a text.
+    """Refuse a value that is not a whole number, or is too small.
 
     Args:
         name: the name of the argument, for the error.
-        value: what was given.
-        least: the least that it can be.
+        value: the argument.
+        least: the smallest legal value.
 
     Raises:
-        ValueError: if it is less, a fraction or no number.
+        ValueError: if the value is smaller, a fraction or not a number.
     """
     if not isinstance(value, Real) or value < least or value % 1:
         raise ValueError(
@@ -80,12 +80,12 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def dotted(path: Iterable[object]) -> str:
-    """Keys and indices as the dotted path that messages, references and overrides have."""
+    """Join keys and indices to the dotted path of messages, references and overrides."""
     return ".".join(map(str, path))
 
 
 def is_loss(name: str) -> bool:
-    """Whether a metric of this name is a loss: its name has "loss" in it, as in MMEngine."""
+    """Whether a metric of this name is a loss: the name contains "loss", as in MMEngine."""
     return "loss" in name
 
 
@@ -96,16 +96,16 @@ def names_used(method: Any) -> tuple[str, ...]:
 
 
 def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
-    """Refuse, as soon as a class is defined, methods of it that nothing would call.
+    """Refuse a class with methods that would never be called, as soon as it is defined.
 
     Call it in ``__init_subclass__``.
 
     Args:
-        kind: The class.
-        instead: By the name of each such method, what to do instead of overriding it.
+        kind: the class.
+        instead: from the names of such methods to the advice what to do instead.
 
     Raises:
-        TypeError: If the class defines one of these methods.
+        TypeError: if the class defines one of these methods.
     """
     for name, hint in instead.items():
         if name in vars(kind):
@@ -115,25 +115,25 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
 def locate(name: str) -> Any:
     """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
 
-    If a package has an attribute and a module of the same name, the attribute wins, as
-    in an import.
+    If a package has an attribute and a module of the same name, the attribute wins, as in an
+    import.
 
     Raises:
-        ImportError: If there is no such object. The message suggests the most similar name. An
+        ImportError: if there is no such object. The message suggests the most similar name. An
             import that fails inside an existing module raises its own error.
     """
     outer, _, last = name.rpartition(".")
     if not outer:
         return importlib.import_module(name)
     package = locate(outer)
-    # The second holder differs where an attribute of a package hides a module of the same name.
+    # The module differs from the attribute if the attribute hides a module of the same name.
     for holder in (package, sys.modules.get(outer)):
         if hasattr(holder, last):
             return getattr(holder, last)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not name.startswith(str(error.name)):  # the module itself is there
+        if not name.startswith(str(error.name)):  # an import inside the module failed
             raise
         public = [each for each in dir(package) if not each.startswith("_")]
         hint = did_you_mean(last, public)
@@ -145,27 +145,27 @@ def locate(name: str) -> Any:
 def importable_name(obj: Any) -> tuple[str, str]:
     """The shortest ``(module, name)`` for which ``from module import name`` gives ``obj``.
 
-    ``name`` is dotted for what is defined in a class. A public re-export is preferred:
+    ``name`` is dotted for an object that is defined in a class. A public re-export is preferred:
     ``("torch.optim", "SGD")``, although the class is defined in ``torch.optim.sgd``.
 
     Args:
-        obj: A class, function, class method or ``torch.dtype``.
+        obj: a class, function, class method or ``torch.dtype``.
 
     Raises:
-        ValueError: If it cannot be imported by name: a lambda, something defined in a
-            function, an ordinary instance.
+        ValueError: if the object cannot be imported by name: a lambda, an object that is defined
+            in a function, an ordinary instance.
     """
     if isinstance(obj, torch.dtype):
         return "torch", str(obj).removeprefix("torch.")
     home = getattr(obj, "__module__", None) or ""
     name = getattr(obj, "__qualname__", "")
-    # This is in the qualified name of torch.tanh, for example.
+    # The prefix of torch.tanh.__qualname__, for example.
     name = name.removeprefix("_VariableFunctionsClass.")
     modules = accumulate(home.split("."), "{}.{}".format)
     for module in modules:
         with suppress(ImportError, AttributeError, ValueError):
             found = pkgutil.resolve_name(f"{module}:{name}")
-            # Each access makes a new class method, so the same one is equal but not identical.
+            # Each access to a class method makes a new object, so `is` would be False.
             if type(found) is type(obj) and found == obj:
                 return module, name
     raise ValueError(
@@ -180,17 +180,18 @@ def call(
     kwargs: Mapping[str, Any],
     where: str,
 ) -> Any:
-    """Call ``target(*args, **kwargs)``, and add a note about the target to every error.
+    """Call ``target(*args, **kwargs)``, and add a note about the target to any error.
 
     Args:
-        target: What to call, or its dotted name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        where: The end of the note: where the user wrote the call, such as ``"(model.head)"``.
+        target: a callable, or its dotted name.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        where: the end of the note: the place where the user wrote the call, such as
+            ``"(model.head)"``.
 
     Raises:
-        Exception: What the target raises, with the note. For an unknown argument the note suggests
-            the most similar one.
+        Exception: the target's error, with the note. For an unknown argument the note suggests the
+            most similar one.
     """
     try:
         function = locate(target) if isinstance(target, str) else target
@@ -206,7 +207,7 @@ def call(
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a note to an error, or log it on Python 3.10, whose errors take no notes."""
+    """Add a note to an error; on Python 3.10, whose errors have no notes, log it."""
     getattr(error, "add_note", logger.error)(note)
 
 
@@ -224,7 +225,7 @@ def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
     """The states of objects by name.
 
     Raises:
-        TypeError: if a ``state_dict`` returns None, as one does that lacks its return.
+        TypeError: if a ``state_dict`` returns None, for example because it lacks its return.
     """
     states = {}
     for key, each in objects.items():

@@ -1,4 +1,4 @@
-"""Periods in iterations, in epochs as ``"1 epoch"``, or in time as ``"10 minutes"``."""
+"""Periods in iterations, in epochs (``"1 epoch"``) or in time (``"10 minutes"``)."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from hooktrain.utils.names import check_count
 
 logger = logging.getLogger(__name__)
 
-# The text of a period.
+# A period as a string.
 PERIOD = re.compile(r"(\d+|\d*\.\d+) (epoch|second|minute|hour)s?")
 
 _SECONDS = {"epoch": 0, "second": 1, "minute": 60, "hour": 3600}
@@ -20,7 +20,7 @@ _SECONDS = {"epoch": 0, "second": 1, "minute": 60, "hour": 3600}
 
 @dataclass(frozen=True)
 class Period:
-    """How often something happens, such as a checkpoint.
+    """The period of an action such as a checkpoint.
 
     Example::
 
@@ -32,12 +32,12 @@ class Period:
                     ...
 
     Args:
-        every: a number of iterations, or a text such as ``"1 epoch"``, ``"0.5 epochs"``,
+        every: a number of iterations, or a string such as ``"1 epoch"``, ``"0.5 epochs"``,
             ``"10 minutes"``, ``"30 seconds"`` or ``"1 hour"``. Time is that of the trainer's steps;
             see :class:`hooktrain.engine.clock.Clock`. 0 is never due.
 
     Raises:
-        ValueError: for a negative number or a fraction of an iteration, or another text.
+        ValueError: for a negative number, a fraction of an iteration, or another string.
     """
 
     every: int | str
@@ -49,10 +49,10 @@ class Period:
             check_count("a period in iterations", self.every, 0)
 
     def is_due(self, trainer: Any) -> bool:
-        """Whether a period ends with the iteration that a trainer has just finished.
+        """Whether a period ends with the trainer's current iteration.
 
         Raises:
-            ValueError: for a period in epochs, if their length is not known.
+            ValueError: for a period in epochs, if their length is unknown.
         """
         iterations = self.every
         if isinstance(iterations, str):
@@ -63,43 +63,43 @@ class Period:
         return iterations > 0 and trainer.done % iterations == 0
 
     def is_due_or_last(self, trainer: Any) -> bool:
-        """The same, and always true in the last iteration of the run."""
+        """As :meth:`is_due`, but also True in the last iteration of the run."""
         return self.is_due(trainer) or trainer.is_last
 
 
 def in_iterations(number: int | str, epoch_length: int | None) -> int:
-    """The iterations that a number of iterations, or a text such as ``"0.5 epochs"``, stands for.
+    """Convert a number of iterations, or a string such as ``"0.5 epochs"``, to iterations.
 
     >>> in_iterations(20, None), in_iterations("1 epoch", 23), in_iterations("0.5 epochs", 23)
     (20, 23, 12)
 
     Args:
-        number: iterations, or epochs as a text.
-        epoch_length: the iterations of an epoch; None if that is not known.
+        number: iterations, or epochs as a string.
+        epoch_length: the iterations of an epoch; None if unknown.
 
     Raises:
-        ValueError: for another text, for a time, or for epochs if their length is not known.
+        ValueError: for another string, for a time, or for epochs of unknown length.
     """
     if not isinstance(number, str):
         return number
     epochs, seconds = _parse(number)
     if seconds:
-        raise ValueError(f"give iterations or epochs here, no time: {number!r}")
+        raise ValueError(f"give iterations or epochs here, not a time: {number!r}")
     if epoch_length is None:
         raise ValueError(
-            f"nobody knows how many iterations {number!r} are: the loader has no length. "
-            "Set trainer.epoch_length, or train.epoch_length"
+            f"cannot convert {number!r} to iterations, since the loader has no length: set "
+            "trainer.epoch_length, or train.epoch_length"
         )
     return math.ceil(epochs * epoch_length)
 
 
-@lru_cache  # periods ask after each iteration
+@lru_cache  # it is called after each iteration
 def _parse(text: str) -> tuple[Fraction, Fraction]:
-    """The number in a text, and the seconds that it is; 0 if it counts epochs."""
+    """The number in a string, and its seconds; 0 for epochs."""
     match = PERIOD.fullmatch(text)
     if match is None:
         raise ValueError(
-            "give a number of iterations, or a text like '1 epoch' or '10 minutes', not "
+            "give a number of iterations, or a string like '1 epoch' or '10 minutes', not "
             f"{text!r}"
         )
     number = Fraction(match[1])
@@ -109,31 +109,31 @@ def _parse(text: str) -> tuple[Fraction, Fraction]:
 def end_of_run(
     start: int, max_iter: int | None, max_epochs: float | None, epoch_length: int | None
 ) -> int:
-    """The iteration to end before.
+    """The iteration at which a run ends, exclusive.
 
     Args:
         start: the first iteration.
         max_iter: the end, or None.
-        max_epochs: the same in epochs, counted from iteration 0, or None.
-        epoch_length: the iterations of an epoch, if known.
+        max_epochs: the end in epochs, counted from iteration 0, or None.
+        epoch_length: the iterations of an epoch; None if unknown.
 
     Raises:
-        ValueError: without an end after the start, for two that differ, or for epochs of
-            unknown length.
+        ValueError: if there is no end, if it lies before the start, if the two ends differ, or for
+            epochs of unknown length.
     """
     if max_epochs is not None:
         end = in_iterations(f"{max_epochs} epochs", epoch_length)
         if max_iter not in (None, end):
             raise ValueError(
                 f"a run has one end: give {max_iter=} or {max_epochs=}, and None for the "
-                "other one"
+                "other"
             )
         max_iter = end
     if not isinstance(max_iter, SupportsIndex) or not 0 <= start <= max_iter:
         raise ValueError(
             "train(max_iter=...) needs whole numbers max_iter >= start_iter >= 0, but got "
-            f"{max_iter=} and start_iter={start!r} (if that was not given, "
-            f"{start} iterations are done already)"
+            f"{max_iter=} and start_iter={start!r} (by default, start_iter is the number of "
+            "finished iterations)"
         )
     if start == max_iter:
         logger.info("Nothing is left to train: max_iter=%d is reached", max_iter)

@@ -140,5 +140,5 @@ def test_a_reference_that_names_nothing_says_which_key_holds_it(
     "items", [{"a": "${b.c}", "b": {"c": "x${d.0}"}, "d": ["${a}"]}, {"f": "${f}"}]
 )
 def test_a_circle_of_references_is_an_error(items: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="circle"):
+    with pytest.raises(ValueError, match="circular"):
         resolve(ConfigDict(items))

@@ -107,7 +107,7 @@ def test_a_start_outside_of_the_run_is_refused_with_both_numbers(
 def test_an_end_before_what_is_done_is_refused_with_what_is_done() -> None:
     trainer = Trainer()
     trainer.train(max_iter=3)
-    with pytest.raises(ValueError, match="3 iterations"):
+    with pytest.raises(ValueError, match="start_iter=3"):
         trainer.train(max_iter=2)
 
 

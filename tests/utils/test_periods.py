@@ -28,10 +28,10 @@ def test_epochs_become_iterations(
 @pytest.mark.parametrize(
     ("text", "length", "message"),
     [
-        ("20", 10, "not '20'"),
+        ("20", 10, "'20'"),
         ("-1 epochs", 10, "'-1 epochs'"),
         ("2 epochs", None, "'2 epochs'"),
-        ("10 minutes", 10, "no time: '10 minutes'"),
+        ("10 minutes", 10, "'10 minutes'"),
     ],
 )
 def test_another_text_and_an_unknown_length_are_refused(
