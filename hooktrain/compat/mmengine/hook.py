@@ -57,7 +57,9 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
             return
         runner = Runner(self.trainer)
         if method.__name__ == "before_train":
-            self._join_evaluations()
+            for hook in self.trainer.hooks:
+                if isinstance(hook, EvalHook):  # of all these hooks, whichever sets it
+                    hook.announce = partial(_announce, self.trainer)
             self.before_run(runner)
         method(self, runner)
         if method.__name__ == "after_train":
@@ -66,16 +68,13 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
     return event
 
 
-def _call_all(trainer: Any, *events: str) -> None:
-    """Call events of a validation, one after the other, of all hooks of MMEngine's kind."""
+def _announce(trainer: Any) -> None:
+    """Call the events before a validation, of all hooks of MMEngine's kind."""
     runner = Runner(trainer, ahead=1, epoch_ahead=1)
-    for event in events:
-        for hook in _of_mmengine(trainer):
-            getattr(hook, event)(runner)
-
-
-def _of_mmengine(trainer: Any) -> list["Hook"]:
-    return [hook for hook in trainer.hooks if isinstance(hook, Hook)]
+    for hook in trainer.hooks:
+        if isinstance(hook, Hook):
+            hook.before_val(runner)
+            hook.before_val_epoch(runner)
 
 
 def _of_mode(event: str, mode: str) -> Callable[..., None]:
@@ -134,7 +133,7 @@ class Hook(HookBase, DatasetEvaluator):
     def phase(self) -> str:  # type: ignore[override]
         """The phase of the priority; see :class:`hooktrain.engine.HookBase`."""
         if self.order < PRIORITIES["NORMAL"]:
-            return "time"
+            return "update"
         return "run" if self.order < PRIORITIES["VERY_LOW"] else "end"
 
     @cached_property
@@ -210,19 +209,11 @@ class Hook(HookBase, DatasetEvaluator):
         if place + 1 == runner.epoch_length:
             self.after_train_epoch(Runner(trainer, ahead=1))
 
-    def _join_evaluations(self) -> None:
-        # Each of these hooks sets the same function, which calls all of them.
-        announce = partial(_call_all, self.trainer, "before_val", "before_val_epoch")
-        for hook in self.trainer.hooks:
-            if isinstance(hook, EvalHook):
-                hook.announce = announce
-
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Call the events after a validation."""
         runner = Runner(self.trainer, ahead=1, epoch_ahead=1)
         self.after_val_epoch(runner, metrics=dict(results))
-        if self is _of_mmengine(self.trainer)[-1]:
-            _call_all(self.trainer, "after_val")
+        self.after_val(runner)
 
     def reset(self) -> None:
         """Begin a validation that has this hook among its evaluators."""

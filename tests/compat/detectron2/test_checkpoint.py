@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 
 from gloo import run_ranks
-from hooktrain.checkpoint import CorruptCheckpointError, save_file
+from hooktrain.checkpoint import CorruptCheckpointError, load_file, save_file
 from hooktrain.compat.detectron2 import (
     Checkpointer,
     DetectionCheckpointer,
     HTTPURLHandler,
     PathHandler,
     PathManager,
+    PeriodicCheckpointer,
     _IncompatibleKeys,
     _strip_prefix_if_present,
     comm,
@@ -287,3 +289,74 @@ def test_what_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
     Checkpointer(linear(2.0), tmp_path).save("model_0000001", iteration=1)
     first, second = run_ranks(outcomes_on_a_rank, 2, tmp_path)
     assert first == second == ("only the main process can read it", 2.0)
+
+
+class TheirHook:
+    """detectron2's HookBase, as an engine that was copied whole has it."""
+
+    trainer: Any = None
+
+    def before_train(self) -> None:
+        pass
+
+    def after_train(self) -> None:
+        pass
+
+    def before_step(self) -> None:
+        pass
+
+    def after_step(self) -> None:
+        pass
+
+
+class TheirCheckpointer(PeriodicCheckpointer, TheirHook):  # type: ignore[misc]
+    """As detectron2's hooks.py derives it from fvcore's."""
+
+    def before_train(self) -> None:
+        self.max_iter = self.trainer.max_iter
+
+    def after_step(self) -> None:
+        self.step(self.trainer.iter)
+
+
+class TheirTrainer:
+    """As much of detectron2's TrainerBase as matters here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks: list[Any] = []
+        self.model = model
+        self.start_iter, self.iter, self.max_iter = 0, 0, 5
+
+    def register_hooks(self, hooks: list[Any]) -> None:
+        for hook in hooks:
+            hook.trainer = weakref.proxy(self)
+        self._hooks.extend(hooks)
+
+    def train(self) -> None:
+        for hook in self._hooks:
+            hook.before_train()
+        while self.iter < self.max_iter:
+            with torch.no_grad():
+                self.model.weight += 1
+            for hook in self._hooks:
+                hook.after_step()
+            self.iter += 1
+        for hook in self._hooks:
+            hook.after_train()
+
+
+@pytest.mark.parametrize("kind", [PeriodicCheckpointer, TheirCheckpointer])
+def test_a_trainer_of_an_engine_that_was_copied_whole_saves(
+    kind: Any, tmp_path: Path
+) -> None:
+    model = linear()
+    trainer = TheirTrainer(model)
+    trainer.register_hooks([kind(Checkpointer(model, tmp_path), 2, max_to_keep=1)])
+    trainer.train()
+    saved = {path.name: load_file(path) for path in tmp_path.glob("*.pth")}
+    assert {name: content["iteration"] for name, content in saved.items()} == {
+        "model_0000003.pth": 3,
+        "model_final.pth": 4,
+    }
+    assert saved["model_final.pth"]["model"]["weight"].item() == 5.0
+    assert saved["model_0000003.pth"]["model"]["weight"].item() == 4.0

@@ -3,22 +3,29 @@
 import copy
 import logging
 import math
+import re
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gloo import run_ranks
+from hooktrain.checkpoint import load_file
 from hooktrain.compat.detectron2 import (
     AMPTrainer,
+    BestCheckpointer,
+    CallbackHook,
+    Checkpointer,
     DatasetEvaluator,
     DefaultTrainer,
     DetectionCheckpointer,
+    EvalHook,
     SimpleTrainer,
     TrainerBase,
     default_argument_parser,
@@ -30,6 +37,7 @@ from hooktrain.compat.detectron2 import (
 from hooktrain.events import EventStorage, load_json_metrics
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger
+from toys import linear_trainer
 
 
 class Tree(dict[str, Any]):
@@ -362,3 +370,77 @@ def mean_written() -> Any:
 
 def test_what_is_written_without_a_trainer_is_the_mean_of_the_ranks() -> None:
     assert run_ranks(mean_written, 2) == [((1.5, 4), (2.0, 4))] * 2
+
+
+# Evaluations, and the best model
+
+
+class Value:
+    """Something of a name, as a result may be."""
+
+    def __repr__(self) -> str:
+        return "a value"
+
+
+@pytest.mark.parametrize("value", [Value(), [0.5, 0.25], "high", None])
+def test_a_result_that_is_no_number_ends_the_run_as_in_detectron2(value: Any) -> None:
+    trainer = linear_trainer(EvalHook(2, lambda: {"bbox": {"AP": value}}))
+    with pytest.raises(ValueError, match=re.escape(f"Got 'bbox/AP: {value}' instead")):
+        trainer.train(0, 3)
+    assert trainer.iter == 1
+
+
+def test_numbers_of_all_kinds_are_results() -> None:
+    numbers = {"a": 1, "b": torch.tensor(2.0), "c": {"d": np.float32(3), "e": "4"}}
+    trainer = linear_trainer(EvalHook(1, lambda: numbers), EvalHook(1, lambda: None))
+    trainer.train(0, 1)
+    results = {
+        name: history.latest() for name, history in trainer.storage.results().items()
+    }
+    assert results == {"a": 1.0, "b": 2.0, "c/d": 3.0, "c/e": 4.0}
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_best_model_is_looked_for_where_a_period_ends_and_at_the_end(
+    by_hand: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = [9.0, 1.0, 9.0, 3.0, 2.0]
+
+    class Counted(BestCheckpointer):
+        checks = 0
+
+        def _best_checking(self) -> None:
+            self.checks += 1
+            super()._best_checking()
+
+    def evaluate(trainer: Any) -> Any:
+        result = {"AP": values[trainer.done - 1]}
+        if not by_hand:
+            return trainer.after_evaluation(result)
+        return trainer.storage.put_scalars(**result, smoothing_hint=False)
+
+    trainer = linear_trainer(CallbackHook(after_step=evaluate))
+    best = Counted(2, Checkpointer(trainer.model, tmp_path), "AP")
+    missing = BestCheckpointer(
+        2, Checkpointer(trainer.model), "AR", file_prefix="other"
+    )
+    trainer.register_hooks([best, missing])
+    trainer.train(0, 5)
+    # At iterations 1 and 3, where periods end, and at the end.
+    assert (best.checks, best.best_metric, best.best_iter) == (3, 3.0, 3)
+    assert caplog.text.count("'AR' has no value of this iteration") == 3
+    assert load_file(tmp_path / "model_best.pth")["iteration"] == 3
+
+
+def test_a_result_goes_before_a_metric_of_the_training_of_its_name(
+    tmp_path: Path,
+) -> None:
+    results = iter([1.0, 3.0, 2.0])
+    trainer = linear_trainer(
+        CallbackHook(after_step=lambda t: t.storage.put_scalar("acc", 10.0 * t.iter)),
+        hooks.EvalHook(1, lambda: {"acc": next(results)}),
+    )
+    best = BestCheckpointer(1, Checkpointer(trainer.model, tmp_path), "acc")
+    trainer.register_hooks([best])
+    trainer.train(0, 3)
+    assert (best.best_metric, best.best_iter) == (3.0, 1)

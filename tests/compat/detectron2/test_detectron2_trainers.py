@@ -392,3 +392,20 @@ def test_all_values_of_a_dict_of_losses_are_added_up(accumulated: int) -> None:
     wrapper = OptimWrapper(sgd(single), accumulative_counts=accumulated)
     engine.SimpleTrainer(single, [DATA[0]] * 4, wrapper).train(0, 1)
     torch.testing.assert_close(before - model.fc.bias, 4 * (before - single.fc.bias))
+
+
+def test_the_order_of_registration_alone_decides_whatever_the_phases() -> None:
+    seen: list[str] = []
+
+    class Named(hooks.HookBase):
+        def __init__(self, name: str, phase: str) -> None:
+            self.name, self.phase = name, phase
+
+        def after_step(self) -> None:
+            seen.append(self.name)
+
+    trainer = made(SimpleTrainer)
+    trainer.register_hooks([Named("a", "end"), Named("b", "time")])
+    trainer.register_hooks([Named("c", "save"), Named("d", "no phase")])
+    trainer.train(0, 1)
+    assert seen == ["a", "b", "c", "d"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hooktrain.checkpoint import Checkpointer
+from hooktrain.compat import mmengine
 from hooktrain.compat.mmengine import (
     EpochBasedTrainLoop,
     Hook,
@@ -16,10 +17,20 @@ from hooktrain.compat.mmengine import (
     StepTrainer,
 )
 from hooktrain.engine import HookBase
-from hooktrain.engine.hooks import EvalHook, PeriodicCheckpointer
+from hooktrain.engine.hooks import (
+    EMA,
+    CallbackHook,
+    EvalHook,
+    IterationTimer,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+)
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.events import EventStorage
 from mmengine_toys import Net, sgd
+from processes import run_program
+
+Priority = mmengine.Priority
 
 
 class Noting(Hook):
@@ -358,3 +369,192 @@ def test_a_schedule_of_ones_own_derives_from_mmengines_hook() -> None:
     assert trainer.optimizer.param_groups[0]["lr"] == 0.025
     with pytest.raises(TypeError, match="take LRScheduler"):
         trained(ParamSchedulerHook())
+
+
+class Placed(Hook):
+    def __init__(self, priority: Any) -> None:
+        self.priority = priority
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_priority_is_a_place_among_all_hooks(first: bool, tmp_path: Path) -> None:
+    trainer = StepTrainer(Net(), [[torch.ones(3, 2)]], sgd(Net()))
+    saver = PeriodicCheckpointer(Checkpointer(trainer.model, tmp_path), 2)
+    others = [
+        IterationTimer(),
+        EMA(trainer.model),
+        EvalHook(1, dict),
+        PeriodicWriter([]),
+        saver,
+    ]
+    own = [Placed(each) for each in ("LOWEST", "NORMAL", 40, "very_low", Priority.LOW)]
+    for group in (own, others) if first else (others, own):
+        trainer.register_hooks(group)
+    order = [getattr(hook, "priority", type(hook).__name__) for hook in trainer.hooks]
+    assert order == [
+        "IterationTimer",
+        40,
+        "EMA",
+        "NORMAL",
+        Priority.LOW,
+        "EvalHook",
+        "PeriodicWriter",
+        "PeriodicCheckpointer",
+        "very_low",
+        "LOWEST",
+    ]
+
+
+def test_a_hook_of_very_low_priority_finds_the_checkpoint_of_the_iteration(
+    tmp_path: Path,
+) -> None:
+    found = []
+
+    class Uploading(Hook):
+        priority = "VERY_LOW"
+
+        def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+            found.append(sorted(path.name for path in tmp_path.glob("*.pth")))
+
+    trained(Uploading(), max_iter=2, folder=tmp_path)
+    assert found == [[], ["model_final.pth"]]
+
+
+@pytest.mark.parametrize("priority", ["HIGHER", None, 1.5])
+def test_an_unknown_priority_is_refused_when_the_hook_is_registered(
+    priority: Any,
+) -> None:
+    with pytest.raises(ValueError, match=f"Placed.*'VERY_LOW'.*not {priority!r}"):
+        trained(Placed(priority))
+
+
+def test_a_validation_of_ones_own_reaches_the_hooks() -> None:
+    hook = Told()
+    validate = CallbackHook(after_step=lambda t: t.after_evaluation({"acc": t.iter}))
+    trained(hook, validate)
+    assert [each for each in hook.seen if each[0] == "after epoch"] == [
+        ("after epoch", 0, 1, {"acc": 0.0}),
+        ("after epoch", 1, 2, {"acc": 1.0}),
+    ]
+
+
+ORDER = """
+import logging
+import sys
+import warnings
+
+warnings.simplefilter("ignore")
+sys.modules["torchvision"] = sys.modules["transformers"] = None
+import torch
+from mmengine.evaluator import BaseMetric as TheirMetric
+from mmengine.hooks import Hook as TheirHook
+from mmengine.model import BaseModel as TheirModel
+from mmengine.runner import Runner
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hooktrain.compat import mmengine as ours
+from hooktrain.engine.hooks import EvalHook
+
+EVENTS = "run train train_epoch train_iter val val_epoch".split()
+EVENTS = [f"{when}_{what}" for what in EVENTS for when in ("before", "after")]
+
+
+def noting(library_hook, seen):
+    class Noting(library_hook):
+        def __init__(self, name, priority):
+            self.name, self.priority = name, priority
+
+    def note(event):
+        def method(self, runner, *args, **kwargs):
+            if event in ("before_train", "after_train"):
+                getattr(library_hook, event)(self, runner)
+            rate = runner.optim_wrapper.get_lr()["lr"][0]
+            seen.append((event, self.name, round(rate, 12), kwargs.get("metrics")))
+        method.__name__ = event
+        return method
+
+    for event in EVENTS:
+        if event != "before_run":  # MMEngine has no optimizer then
+            setattr(Noting, event, note(event))
+    if library_hook is ours.Hook:  # what defining the class has done for its methods
+        Noting = type("Noting", (library_hook,), dict(vars(Noting)))
+    return [Noting(name, priority) for name, priority in PRIORITIES]
+
+
+PRIORITIES = [
+    ("a", "NORMAL"), ("b", "LOW"), ("c", "VERY_HIGH"), ("d", 45), ("e", "normal"), ("f", 89),
+    ("g", "HIGHEST"), ("h", "BELOW_NORMAL"),
+]
+data = [(torch.ones(1), torch.ones(1))] * 6
+
+
+def model_of(base):
+    class Model(base):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, img, label, mode="tensor"):
+            feat = self.linear(img)
+            return {"loss": (feat - label).square()} if mode == "loss" else feat
+
+    return Model()
+
+
+class Metric(TheirMetric):
+    def process(self, data_batch, data_samples):
+        self.results.append(1)
+
+    def compute_metrics(self, results):
+        return {"acc": 0.5}
+
+
+theirs_seen, ours_seen = [], []
+schedule = dict(type="StepLR", step_size=2, gamma=0.5, by_epoch=False)
+Runner(
+    model=model_of(TheirModel),
+    work_dir="work_dir",
+    train_dataloader=DataLoader(data, batch_size=2),
+    val_dataloader=DataLoader(data, batch_size=2),
+    val_evaluator=[Metric()],
+    val_cfg={},
+    train_cfg=dict(by_epoch=True, max_epochs=2),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=1.0)),
+    param_scheduler=dict(schedule),
+    custom_hooks=noting(TheirHook, theirs_seen),
+).train()
+
+model = model_of(ours.BaseModel)
+wrapper = ours.build_optim_wrapper(model, dict(optimizer=dict(type="SGD", lr=1.0)))
+trainer = ours.StepTrainer(model, DataLoader(data, batch_size=2), wrapper)
+schedulers = ours.build_param_scheduler(schedule, wrapper, dict(max_iters=6))
+# Registered in another order of kinds: priorities decide.
+trainer.register_hooks([EvalHook("1 epoch", lambda: {"acc": 0.5})])
+trainer.register_hooks(noting(ours.Hook, ours_seen))
+trainer.register_hooks([ours.LRScheduler(scheduler=schedulers)])
+trainer.train(max_epochs=2)
+assert [name for _, name, _, _ in theirs_seen][:8] == [*"gcdaehbf"]
+for place, values in ((0, EVENTS), (1, "abcdefgh")):
+    for value in values:
+        mine, other = (
+            [each for each in seen if each[place] == value] for seen in (ours_seen, theirs_seen)
+        )
+        # MMEngine's scheduler has the priority LOW too, and is registered before these hooks; then
+        # it has stepped before "b" is called. Here it is the last one of them.
+        assert [(*each[:2], each[3]) for each in mine] == [(*each[:2], each[3]) for each in other]
+        known = [each for each in mine if each[1] != "b"]
+        assert known == [each for each in other if each[1] != "b"], (value, mine, other)
+rates = [rate for event, name, rate, _ in ours_seen if (event, name) == ("after_train_iter", "a")]
+assert rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+assert trainer.storage.history("lr").values() == [(rate, i) for i, rate in enumerate(rates)]
+"""
+
+
+def test_hooks_run_in_mmengines_order_with_its_rates_and_metrics(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ORDER)
+    done = run_program(script, folder=tmp_path)
+    assert done.returncode == 0, done.stdout
