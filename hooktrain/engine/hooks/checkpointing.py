@@ -160,7 +160,7 @@ class PeriodicCheckpointer(HookBase):
             self.checkpointer.save(final, iteration=iteration, **extra)
             self.checkpointer.wait()
             return
-        self.save_numbered(iteration, on_full=self._go_on, **extra)
+        self.save_numbered(iteration, on_full=self._log_disk_full, **extra)
 
     def save_numbered(self, iteration: int, **options: Any) -> None:
         """Save ``{file_prefix}_{iteration}`` and delete what is too old, due or not.
@@ -182,7 +182,7 @@ class PeriodicCheckpointer(HookBase):
             old = files_to_delete(folder, self.file_prefix, count, iteration)
             delete_after_verifying(path, old)
 
-    def _go_on(self, error: OSError) -> None:
+    def _log_disk_full(self, error: OSError) -> None:
         # The error names the path.
         logger.error(
             "NOT SAVED: %s. Training goes on; the next period tries again", error

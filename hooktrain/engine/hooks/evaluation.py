@@ -301,7 +301,7 @@ class BestCheckpointer(HookBase):
                 self._file_prefix,
                 tag=False,
                 on_saved=partial(delete_after_verifying, names=names),
-                on_full=self._go_on,
+                on_full=self._log_disk_full,
                 iteration=iteration,
                 best=self.state_dict(),
             )
@@ -336,7 +336,7 @@ class BestCheckpointer(HookBase):
         self.best_iter = iteration
         return True
 
-    def _go_on(self, error: OSError) -> None:
+    def _log_disk_full(self, error: OSError) -> None:
         logger.error(
             "NOT SAVED: %s. Training goes on; the next best tries again", error
         )
