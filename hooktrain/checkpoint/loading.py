@@ -5,6 +5,7 @@ import os
 import re
 import reprlib
 import socket
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from hooktrain.utils.tensors import map_leaves, shard_for, shard_like, shards_of
 
 logger = logging.getLogger(__name__)
 
+# The entry of a tensor takes some 80 of them.
+_ENDING_BYTES = 1 << 20
+
 State = dict[str, Any]
 Shape = tuple[int, ...]
 
@@ -43,10 +47,13 @@ class CheckpointFile:
         path: of the file.
         seen_as: the machine and the number of the file there. On two ranks it is the same if they
             see the same file.
+        ending: the size of the file, and the checksum of its last bytes, in which torch has the
+            checksums of its parts. On two machines it is the same if the files are equal.
     """
 
     path: str
     seen_as: tuple[Any, ...]
+    ending: tuple[int, int]
 
     def verify(self, part: int, parts: int, *, sizes_only: bool = False) -> None:
         """Compare the checksums in the file. All of it is in the first part.
@@ -119,7 +126,11 @@ def open_checkpoint(path: str) -> CheckpointFile | CheckpointFolder:
             f"{path!r} is no checkpoint: give one of {os.listdir(path)}"
         )
     found = os.stat(path)
-    return CheckpointFile(path, (socket.gethostname(), found.st_dev, found.st_ino))
+    with open(path, "rb") as file:
+        file.seek(max(0, found.st_size - _ENDING_BYTES))
+        ending = (found.st_size, zlib.crc32(file.read()))
+    seen_as = (socket.gethostname(), found.st_dev, found.st_ino)
+    return CheckpointFile(path, seen_as, ending)
 
 
 def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
@@ -153,11 +164,16 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
         model: if it is sharded, each rank reads its shards only; see :meth:`CheckpointFile.read`.
 
     Raises:
-        CorruptCheckpointError: on every rank, if it is broken, or holds no model's state.
+        CorruptCheckpointError: on every rank, if it is broken, holds no model's state, or is
+            another file on the disk of another machine.
         OSError: on every rank, if one cannot open it.
     """
     rank = comm.get_rank()
     seen = on_all_ranks(partial(open_checkpoint, path))
+    # Each rank takes its shards of its own file, so other files would be mixed without an error.
+    endings = {each.ending for each in seen if isinstance(each, CheckpointFile)}
+    if len(endings) > 1:
+        raise CorruptCheckpointError(f"the ranks see different files as {path}")
     checkpoint = seen[rank]
     same = [i for i, each in enumerate(seen) if each == checkpoint]
     on_all_ranks(lambda: checkpoint.verify(same.index(rank), len(same)))
@@ -275,7 +291,7 @@ def load_model_state(
     If every name begins with ``module.``, as in a file of a wrapped model, that is removed.
     Parameters that are still uninitialised (of lazy modules) take the shape in the file. A missing
     name counts as loaded if the model shares its tensor, and that was loaded under another name.
-    Each rank takes its shards of what the model has sharded; then the call is collective.
+    Each rank takes its shards of what the model has sharded.
 
     Args:
         model: changed in place.
@@ -294,7 +310,7 @@ def load_model_state(
     if _is_wrapped(loadable) and not _is_wrapped(in_model):
         loadable = take_prefix(loadable, "module")
     incorrect: list[tuple[str, Shape, Shape]] = []
-    for name, ours in in_model.items():  # in one order on all ranks
+    for name, ours in in_model.items():
         if name not in loadable:
             continue
         theirs = _shape(loadable[name])

@@ -291,6 +291,7 @@ class _Wholes(TorchDispatchMode):
     def put_back(self) -> None:
         """Write the whole tensors back into the shards of each rank."""
         for sharded, whole in self.wholes.items():
+            dist.broadcast(whole, 0)  # each rank has drawn its own
             sharded.copy_(shard_like(whole, sharded))
             # A change of a part of it would be lost from now on.
             torch._C._set_throw_on_mutable_data_ptr(whole)

@@ -153,10 +153,10 @@ def shard_for(tensor: Tensor, key: str, shards: Mapping[str, Tensor]) -> Tensor 
 
 @torch.no_grad()
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Shard a full tensor like another one of its shape. Collective if that one is sharded.
+    """Take this rank's shard of a full tensor, such as one in a mapped file, which stays there.
 
     Args:
-        value: the full tensor. All ranks take the first rank's values.
+        value: the full tensor, with equal values on all ranks.
         like: the tensor whose sharding and device the result has.
 
     Returns:
@@ -165,17 +165,10 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(like) or is_sharded(value) or value.shape != like.shape:
         return value
-    # This takes half a second to import, but where there are shards it is loaded already.
-    from torch.distributed.tensor import distribute_tensor
-
-    sharding: Any = like
-    # Each rank gets the whole tensor, since torch cannot send uneven shards of shards. torch writes
-    # it into the tensor that it is given, which may be mapped from a file, so that is a copy.
-    mesh = sharding.device_mesh
-    copied = value.detach().to(mesh.device_type, copy=True)
-    whole = distribute_tensor(copied, mesh)
-    sharded = whole.redistribute(placements=sharding.placements)
-    return sharded.to(like.device)
+    sharded = torch.empty_like(like, dtype=value.dtype)
+    # A host-device synchronisation, if the shard is on an accelerator.
+    local_tensor(sharded).copy_(narrow(value, *local_box(like)))
+    return sharded
 
 
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:

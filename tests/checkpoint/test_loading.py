@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from equality import assert_equal
+from gloo import run_ranks
 from hooktrain.checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
@@ -20,8 +22,11 @@ from hooktrain.checkpoint import (
     revise_names,
     take_prefix,
 )
+from hooktrain.checkpoint.files import save_file
 from hooktrain.checkpoint.folders import save_folder
 from hooktrain.checkpoint.loading import load_model_state, read_checkpoint
+from hooktrain.model.sharding import shard_model
+from hooktrain.utils.tensors import full_tensor
 from processes import end, start
 
 
@@ -55,6 +60,35 @@ def test_what_differs_is_told_in_a_table(
     after = {**before, "a.weight": torch.ones(2, 3), "b.bias": torch.ones(5)}
     assert_equal(dict(model.state_dict()), after)
     assert len(state) == 4  # the caller's dict is as it was
+
+
+def load_from_own_disks(folder: Path) -> list[Any]:
+    """What each rank loads into a sharded model from a path that is on a disk of its own."""
+    rank = dist.get_rank()
+    model = shard_model(nn.Linear(2, 4, bias=False))
+    (folder / str(rank)).mkdir()
+    os.chdir(folder / str(rank))
+    found = []
+    values = [torch.arange(8.0).view(4, 2), torch.full((4, 2), 1.0 + rank)]
+    for name, value in zip(("same", "others"), values, strict=True):
+        save_file({"model": {"weight": value}}, name)
+    if rank == 0:
+        save_file({"model": {"weight": values[0]}}, "mine")
+    for name in ("same", "others", "mine"):
+        try:
+            Checkpointer(model).load(name)
+            found.append(full_tensor(model.weight).tolist())
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_machines_with_own_disks_need_equal_files(tmp_path: Path) -> None:
+    same, others, mine = run_ranks(load_from_own_disks, 2, tmp_path)[0]
+    assert same == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert others == "CorruptCheckpointError: the ranks see different files as others"
+    assert mine.startswith("FileNotFoundError")
+    assert "'mine'" in mine
 
 
 class Versioned(nn.Linear):

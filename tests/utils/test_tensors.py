@@ -1,17 +1,22 @@
-"""Batches on the device of the model, and what is not finite."""
+"""Shards of tensors, batches on the device of the model, and what is not finite."""
 
 import math
 from collections import UserDict, defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from hooktrain.utils.tensors import compute_device, mover_to, non_finite
+from gloo import run_ranks
+from hooktrain.utils.tensors import compute_device, mover_to, non_finite, shard_like
 
 there = nn.Linear(2, 2, device="meta")
 
@@ -184,3 +189,32 @@ def test_what_has_no_numbers_to_look_at_is_passed_over() -> None:
         "no tensor": {"version": 2},
     }
     assert non_finite(others) == set()
+
+
+def take_shards(path: Path) -> list[bool]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [
+        [Replicate(), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Shard(0), Shard(0)],
+        [Replicate(), Replicate()],
+    ]
+    found = []
+    for value in torch.load(path, mmap=True):
+        for places in placements:
+            like = distribute_tensor(torch.zeros(3, 5), mesh, places)
+            with CommDebugMode() as traffic:
+                taken: Any = shard_like(value, like)
+            assert traffic.get_total_counts() == 0
+            assert taken.placements == tuple(places)
+            assert taken.dtype == value.dtype
+            found.append(torch.equal(taken.full_tensor(), value))
+    return found
+
+
+def test_each_rank_takes_its_shard_of_a_mapped_file_and_nothing_travels(
+    tmp_path: Path,
+) -> None:
+    numbers = torch.arange(15)  # three rows, fewer than ranks
+    torch.save([numbers.view(3, 5), numbers.float().view(5, 3).t()], tmp_path / "a.pth")
+    assert run_ranks(take_shards, 4, tmp_path / "a.pth") == [[True] * 8] * 4
