@@ -448,7 +448,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (configured(lr_multiplyer={}), ValueError, "did you mean 'lr_multiplier'"),
     (configured(dataloader={"trian": 1}), ValueError, "dataloader.trian.*'train'"),
     (configured({"ddp": {"broadcast_bufers": 1}}), ValueError, "train.ddp.*_buffers'"),
-    (configured({"device": "x"}, lr_scheduler=1), ValueError, "lr_scheduler is not a setting"),
+    (
+        configured({"device": "x"}, lr_scheduler=1),
+        ValueError,
+        "lr_scheduler is not a setting",
+    ),
     (only_validation, WARNING, "no test data"),
     (configured({"strategy": "ddp"}), TypeError, "DDPStrategy.*'ddp'"),
     (configured({"device": "cpu"}, model=Net), TypeError, "LazyCall.*Net"),

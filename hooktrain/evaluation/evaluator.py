@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, repeat
 from numbers import Real
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -262,7 +262,12 @@ class DatasetEvaluators(DatasetEvaluator):
     Args:
         evaluators: the evaluators, each of which gets every batch, in this order. An object
             without ``process`` is a metric for :class:`MetricEvaluator`.
+
+    Attributes:
+        evaluations: how many evaluations of this process have given results.
     """
+
+    evaluations: ClassVar[int] = 0
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
         self._evaluators: list[Any] = []
@@ -301,6 +306,7 @@ class DatasetEvaluators(DatasetEvaluator):
                     f"several evaluators give results under the names {sorted(twice)}"
                 )
             merged.update(results)
+        DatasetEvaluators.evaluations += bool(merged)
         return merged
 
 

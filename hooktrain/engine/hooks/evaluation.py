@@ -17,6 +17,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.checkpointing import check_saver
 from hooktrain.engine.train_loop import TrainerBase
+from hooktrain.evaluation.evaluator import DatasetEvaluators
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
@@ -75,6 +76,7 @@ class EvalHook(HookBase):
         self._func = eval_function
         self._eval_after_train = eval_after_train
         self.last_results: Mapping[str, Any] = {}
+        self._is_told = False  # that results are missing
 
     def before_train(self) -> None:
         """Nothing is evaluated yet."""
@@ -101,8 +103,11 @@ class EvalHook(HookBase):
         self.trainer.seed_generators(self.trainer.done, "evaluation")
         with self.trainer.clock.pause("evaluation"):
             try:
+                before = DatasetEvaluators.evaluations
                 self.last_results = self._func() or {}
                 numbers = as_numbers(self.last_results)
+                if not numbers and DatasetEvaluators.evaluations > before:
+                    self._tell_without_results()
             except Exception as raised:
                 logger.error(
                     "The evaluation failed: the run ends when the other hooks are done"
@@ -124,6 +129,14 @@ class EvalHook(HookBase):
             self.trainer.raise_later(of_some_rank)
             return
         self.trainer.after_evaluation(numbers)
+
+    def _tell_without_results(self) -> None:
+        if comm.is_main_process() and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "eval_function returned no results, but evaluators gave some: is a `return "
+                "inference_on_dataset(...)` missing?"
+            )
 
 
 def _wait_for_all_ranks(seconds: float | None) -> bool:
@@ -220,8 +233,9 @@ class BestCheckpointer(HookBase):
 
     Raises:
         TypeError: if ``checkpointer`` is something else.
-        ValueError: for another mode, or an impossible ``file_prefix``; in a run, if no evaluation
-            gives the metric. What was trained is saved first.
+        ValueError: for another mode, or an impossible ``file_prefix``; when a run begins, if
+            ``ema`` is not registered, or is not given for a metric ``"ema/..."`` of a registered
+            average; in a run, if no evaluation gives the metric. What was trained is saved first.
     """
 
     phase = "save"
@@ -248,8 +262,23 @@ class BestCheckpointer(HookBase):
     def before_train(self) -> None:
         """Learn from the file of a resumed run which value has to be exceeded."""
         tell_without_evaluation(self, self._val_metric)
+        self._check_average()
         if self.trainer.start_iter > 0:
             self._follow_file()
+
+    def _check_average(self) -> None:
+        """Refuse an average that nothing updates, and raw weights by the metric of an average."""
+        averages = [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
+        if self._ema is not None and self._ema not in averages:
+            raise ValueError(
+                "ema= of BestCheckpointer (best_ema) is not registered, so its average stays as it "
+                "began: register that hook EMA with the trainer too"
+            )
+        if self._ema is None and averages and self._val_metric.startswith("ema/"):
+            raise ValueError(
+                f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would be "
+                "saved: give the hook EMA as ema= (best_ema)"
+            )
 
     def _follow_file(self) -> None:
         """Take the best value from the file or folder, where that has one.

@@ -1,5 +1,6 @@
 import copy
 import errno
+import logging
 import math
 import random
 import shutil
@@ -28,6 +29,7 @@ from hooktrain.engine.hooks import (
     PeriodicWriter,
     evaluation,
 )
+from hooktrain.evaluation import inference_on_dataset
 from hooktrain.events import JSONWriter, load_json_metrics
 from hooktrain.utils import comm
 from toys import Idle, LinearLoss, linear_trainer, net_trainer
@@ -480,6 +482,68 @@ def results_of_main_only(folder: Path) -> Any:
     trainer.register_hooks([hook])
     trainer.train(0, 4)
     return hook.best_metric
+
+
+def test_an_average_that_nothing_updates_is_refused_as_the_best(tmp_path: Path) -> None:
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    evaluation = EvalHook(1, lambda: {"acc": 1.0})
+    ema = EMA(trainer.model)
+    trainer.register_hooks([evaluation, BestCheckpointer(saver, "acc", "max", ema=ema)])
+    with pytest.raises(ValueError, match=r"ema=.*register"):
+        trainer.train(max_iter=1)
+    trainer.register_hooks([ema])
+    trainer.train(max_iter=1)
+    assert (tmp_path / "model_best.pth").exists()
+
+
+@pytest.mark.parametrize("metric", ["ema/acc", "acc", "emanation"])
+def test_raw_weights_are_refused_as_the_best_of_an_average(
+    metric: str, tmp_path: Path
+) -> None:
+    def run(*hooks: Any) -> None:
+        trainer = linear_trainer()
+        saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+        best = BestCheckpointer(saver, metric, "max")
+        evaluation = EvalHook(1, lambda: {metric: 1.0})
+        made = [hook(trainer.model) for hook in hooks]
+        trainer.register_hooks([*made, evaluation, best])
+        trainer.train(max_iter=1)
+
+    run()  # an average that this trainer knows nothing of
+    if metric == "ema/acc":
+        with pytest.raises(ValueError, match=r"'ema/acc'.*give"):
+            run(EMA)
+    else:
+        run(EMA)
+
+
+def half(outputs: Any, targets: Any) -> float:
+    return 0.5
+
+
+def warnings_of_missing_results(*ranks_that_return: int) -> int:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(evaluation.__name__)
+    logger.addHandler(handler)
+
+    def evaluate() -> Any:
+        pairs = [(torch.zeros(2), torch.zeros(2))]
+        results = inference_on_dataset(lambda batch: batch, pairs, half)
+        return results if comm.get_rank() in ranks_that_return else None
+
+    Idle(EvalHook(1, evaluate), EvalHook(1, dict)).train(max_iter=3)
+    logger.removeHandler(handler)
+    return sum("`return" in text for text in told)
+
+
+def test_an_evaluation_without_a_return_is_told_once() -> None:
+    assert warnings_of_missing_results() == 1
+    assert warnings_of_missing_results(0) == 0
+    assert run_ranks(warnings_of_missing_results, 2) == [1, 0]
+    assert run_ranks(warnings_of_missing_results, 2, 0) == [0, 0]
 
 
 def test_all_ranks_follow_the_main_one_that_alone_has_results(tmp_path: Path) -> None:
