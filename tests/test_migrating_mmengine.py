@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import mmengine_itself  # noqa: F401  # for its pickled objects
 from gloo import run_ranks
+from hooktrain.checkpoint import CorruptCheckpointError, load_checkpoint
 from hooktrain.engine import train_loop
 from recipes import after_recipe
 from test_migrating import SCRIPTS, Weights, assert_same_weights, run_scripts
@@ -169,6 +171,20 @@ def test_a_run_of_mmengine_goes_on_here_from_a_converted_checkpoint(
     assert trainer.start_iter == 75
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert_same_weights(trainer.model.state_dict(), before["mmengine"])
+
+
+def test_a_file_of_mmengines_runner_gives_its_weights_when_it_is_converted(
+    folder: Path, before: dict[str, Weights]
+) -> None:
+    run = folder / "mmengine-before+mmengine-convert"
+    model = torch.nn.Module()
+    model.linear = torch.nn.Linear(1, 1)
+    # As docs/guide.md says of the files of a runner.
+    with pytest.raises(CorruptCheckpointError, match=r"epoch_3\.pth.*HistoryBuffer"):
+        load_checkpoint(model, run / "work_dir" / "epoch_3.pth")
+    load_checkpoint(model, run / "converted.pth")
+    saved = torch.load(run / "work_dir" / "epoch_3.pth", weights_only=False)
+    assert_same_weights(model.state_dict(), saved["state_dict"])
 
 
 def test_a_run_of_ours_goes_on_in_mmengine_from_a_converted_checkpoint(
