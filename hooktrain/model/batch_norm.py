@@ -1,5 +1,6 @@
 """Exact statistics of batch norm, after training."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -55,7 +56,8 @@ def update_bn_stats(
     sums = layers[0].running_mean.new_zeros((3, sum(sizes)), dtype=torch.float64)
     of_layers = dict(zip(layers, sums.split(sizes, dim=1), strict=True))
     batches = islice(start_workers(data_loader), num_iters)
-    seen = _add_up(model, of_layers, batches)
+    passes: Counter[Any] = Counter()
+    seen = _add_up(model, of_layers, passes, batches)
     if comm.any_rank(seen < num_iters):
         raise ValueError(
             f"a data_loader is too short: this one has {seen} of num_iters={num_iters} batches"
@@ -68,10 +70,16 @@ def update_bn_stats(
             variance = square / count - mean**2
             layer.running_mean.copy_(mean)
             layer.running_var.copy_(variance.clamp(min=0))
+            layer.num_batches_tracked += passes[layer]
 
 
-def _add_up(model: nn.Module, sums: dict[Any, Tensor], batches: Iterable[Any]) -> int:
-    """Call the model with the batches, and add the inputs of the layers to their sums.
+def _add_up(
+    model: nn.Module,
+    sums: dict[Any, Tensor],
+    passes: Counter[Any],
+    batches: Iterable[Any],
+) -> int:
+    """Call the model with the batches; add the inputs of the layers to their sums, and count them.
 
     Meanwhile the layers do not update their running statistics.
 
@@ -83,6 +91,7 @@ def _add_up(model: nn.Module, sums: dict[Any, Tensor], batches: Iterable[Any]) -
         values = args[0]
         if values.numel() > 0:
             sums[layer] += _sums_of(values)
+        passes[layer] += 1
 
     seen = 0
     move = mover_to(model)

@@ -1,3 +1,4 @@
+import copy
 from itertools import islice
 from typing import Any
 
@@ -53,6 +54,31 @@ def test_statistics_are_those_of_all_batches_put_together(
     data = batches(2, 7, 4, shape=shape)
     update_bn_stats(layer, data, num_iters=3)
     assert_statistics(layer, torch.cat(data))
+
+
+def test_the_batches_of_each_layer_are_counted_as_in_training() -> None:
+    class Seldom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.seldom, self.never = (nn.BatchNorm1d(3) for _ in "123")
+            self.frozen = nn.BatchNorm1d(3).eval()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if len(inputs) > 4:
+                inputs = self.seldom(inputs)
+            return self.frozen(self.always(self.always(inputs)))
+
+    model = Seldom()
+    trained = copy.deepcopy(model)
+    data = batches(2, 7, 4)
+    update_bn_stats(model, data, num_iters=3)
+    for batch in data:
+        trained(batch)
+    counts = [
+        {name: int(norm.num_batches_tracked) for name, norm in each.named_children()}
+        for each in (model, trained)
+    ]
+    assert counts == [{"always": 6, "seldom": 1, "never": 0, "frozen": 0}] * 2
 
 
 def test_a_large_mean_costs_no_digits_of_the_variance() -> None:
