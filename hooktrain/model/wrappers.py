@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,14 @@ _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class NamingDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel whose error names the parameters without a gradient.
+    """DistributedDataParallel that names parameters without a gradient, with one order of buckets.
+
+    DistributedDataParallel arranges its buckets of gradients after its first backward pass. Then
+    the first iteration of a resumed run would add the gradients of three or more ranks in another
+    order than the same iteration of a run that was not interrupted. So buckets are arranged as it
+    is made, in the reverse order of the parameters, by a backward pass of zeros. That costs one
+    exchange of gradients. With ``find_unused_parameters`` buckets are never arranged anew; with
+    ``static_graph`` and with sparse gradients they are left to torch.
 
     Args:
         module: the model, on its device.
@@ -39,8 +47,35 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             c10d.set_debug_level(c10d.DebugLevel.INFO)
         super().__init__(module, **kwargs)
         c10d.set_debug_level(level)
+        is_sparse = any(getattr(each, "sparse", False) for each in module.modules())
+        if not (self.find_unused_parameters or self.static_graph or is_sparse):
+            self._arrange_buckets()
         # torch's argument of this name is deprecated, and also governs the broadcast at the start.
         self.broadcast_buffers = broadcast_buffers
+
+    def _arrange_buckets(self) -> None:
+        if dist.get_world_size(self.process_group) < 3:  # a + b is b + a
+            return
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        module, self.module = self.module, _Zero(trained)
+        self.broadcast_buffers = False
+        self(torch.zeros(())).backward()
+        self.module = module
+        for parameter in trained:
+            parameter.grad = None
+
+
+class _Zero(nn.Module):
+    """Computes 0 from parameters, such that the gradient of the last one is ready first."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_in_order = parameters
+
+    def forward(self, total: Tensor) -> Tensor:
+        for parameter in self._parameters_in_order:
+            total = total + (parameter * 0).abs().sum().to(total)
+        return total
 
 
 class StepDistributedDataParallel(NamingDistributedDataParallel):

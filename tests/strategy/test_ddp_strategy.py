@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -5,16 +6,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from equality import assert_equal
 from gloo import run_ranks, torchrun
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyCall
-from hooktrain.model import NamingDistributedDataParallel, StepDistributedDataParallel
+from hooktrain.data import build_train_loader
+from hooktrain.engine import SimpleTrainer, StepTrainer, create_ddp_model
+from hooktrain.engine.hooks import PeriodicCheckpointer
+from hooktrain.model import (
+    NamingDistributedDataParallel,
+    SeparateDistributedDataParallel,
+    StepDistributedDataParallel,
+)
+from hooktrain.solver import OptimWrapperDict
 from hooktrain.strategy import (
     DDPStrategy,
     FSDPStrategy,
     SingleDeviceStrategy,
     build_strategy,
 )
-from toys import Regression, sgd_wrapper, train_steps
+from toys import Regression, sgd_wrapper, toy_gan, train_steps
 
 OWN = "hooktrain.model.NamingDistributedDataParallel"
 HALVES = [slice(0, 4), slice(4, 8)]
@@ -171,3 +182,67 @@ def test_what_is_no_strategy_is_refused() -> None:
         build_strategy({"type": "DDPStrategy"})
     with pytest.raises(TypeError, match="wrk_dir"):
         build_strategy("SingleDeviceStrategy", wrk_dir=".")
+
+
+class Noisy(nn.Module):
+    """Batch norm and dropout between two layers, with weights of many digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(
+            self.norm(self.first(x)).relu(), 0.3, self.training
+        )
+        return (self.last(hidden)[:, 0] - x.sum(1)).square().mean()
+
+
+def run(
+    folder: Path, max_iter: int, model: nn.Module, rows: list[Tensor], trainer: Any
+) -> tuple[int, dict[str, Tensor]]:
+    """Save after each iteration; give the first iteration, and the weights at the end."""
+    trainer.data_loader = build_train_loader(rows, total_batch_size=6, seed=5)
+    trainer.seed = 5
+    saver = Checkpointer(model, folder, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(saver, 1)])
+    saver.resume_or_load("")
+    trainer.train(max_iter=max_iter)
+    return trainer.start_iter, model.state_dict()
+
+
+def drawn(*shape: int) -> list[Tensor]:
+    return list(torch.randn(*shape, generator=torch.Generator().manual_seed(3)))
+
+
+def train_noisy(folder: Path, max_iter: int) -> Any:
+    model = Noisy()
+    optimizer = sgd_wrapper(model, accumulative_counts=2)
+    trainer = SimpleTrainer(create_ddp_model(model), [], optimizer)
+    return run(folder, max_iter, model, drawn(50, 6), trainer)
+
+
+def train_pairs(folder: Path, max_iter: int) -> Any:
+    """A model with a step of its own and two optimizers."""
+    model = toy_gan(1)
+    parts = {name: getattr(model, name) for name in ("generator", "discriminator")}
+    ddp = SeparateDistributedDataParallel(model)
+    wrappers = {name: sgd_wrapper(part) for name, part in parts.items()}
+    trainer = StepTrainer(ddp, [], OptimWrapperDict(**wrappers))
+    return run(folder, max_iter, model, drawn(50, 3), trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken_off_at"), [(train_noisy, 1), (train_noisy, 2), (train_pairs, 1)]
+)
+def test_three_ranks_resume_bit_for_bit(
+    kind: Any, broken_off_at: int, tmp_path: Path
+) -> None:
+    whole = run_ranks(kind, 3, tmp_path / "whole", 4)
+    run_ranks(kind, 3, tmp_path / "resumed", broken_off_at)
+    resumed = run_ranks(kind, 3, tmp_path / "resumed", 4)
+    assert resumed[0][0] == broken_off_at
+    assert_equal(resumed[0][1], whole[0][1])  # batch norms of other ranks have their own
