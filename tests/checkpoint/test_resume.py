@@ -3,6 +3,8 @@
 import logging
 import os
 import shutil
+from collections import OrderedDict
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 from torch import nn
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, save_file
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import (
     archive_folder,
     checkpoint_names,
     files_to_delete,
 )
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
+from hooktrain.engine import SimpleTrainer, hooks
+from hooktrain.solver import LinearParamScheduler
 from hooktrain.utils.file_io import lock_folder
 
 
@@ -356,3 +361,121 @@ def test_a_folder_that_is_being_written_is_no_checkpoint(tmp_path: Path) -> None
     path = save(tmp_path, "model_0000009", 9, sharded=True)
     path.rename(tmp_path / ".model_0000009.tmp-hooktrain-1-host")
     assert resumed(tmp_path) is None
+
+
+class Slope(nn.Module):
+    """Its gradient is the batch, so that all numbers are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * x).sum()}
+
+
+def history(values: list[float], iterations: list[int], hint: bool) -> dict[str, Any]:
+    return {
+        "count": len(values),
+        "finite_sum": sum(values),
+        "iterations": torch.tensor(iterations),
+        "non_finite_count": 0,
+        "smoothing_hint": hint,
+        "values": torch.tensor(values, dtype=torch.float64),
+    }
+
+
+# What the trainer of the test below wrote after 4 of 8 iterations, as version 0.1.0 had it before
+# an evaluation was an event: hooks that polled for metrics kept the iterations of those.
+EARLIER = {
+    "iteration": 3,
+    "model": OrderedDict(weight=torch.tensor([-1.3984375, -2.796875])),
+    "trainer": {
+        "data": {"epoch": 0},
+        "hooks": {
+            "BestCheckpointer": {
+                "best_iter": 3,
+                "best_metric": 1.3984375,
+                "metric": "acc",
+            },
+            "EMA": {
+                "steps": torch.tensor(4),
+                "module.weight": torch.tensor([-1.1577906608581543, -2.315581321716]),
+            },
+            "EarlyStopping": {"best": 1.3984375, "seen_iter": 3, "waited": 0},
+            "LRScheduler": {
+                "schedulers": {"": [{"base_lrs": [0.5], "last_epoch": 4}]},
+                "seen_iters": {},
+            },
+        },
+        "iteration": 3,
+        "meta": {"hooktrain": "0.1.0", "torch": "2.13.0+cpu", "world_size": 1},
+        "optimizer": {
+            "inner_count": 4,
+            "kind": "SGD",
+            "param_groups": [
+                {
+                    "dampening": 0,
+                    "differentiable": False,
+                    "foreach": None,
+                    "fused": None,
+                    "initial_lr": 0.5,
+                    "lr": 0.25,
+                    "maximize": False,
+                    "momentum": 0.5,
+                    "nesterov": False,
+                    "params": ["weight"],
+                    "weight_decay": 0,
+                }
+            ],
+            "skipped_updates": 0,
+            "state": {"weight": {"momentum_buffer": torch.tensor([1.875, 3.75])}},
+        },
+        "seed": 3,
+        "storage": {
+            "file_sizes": {},
+            "info": {},
+            "iteration": 3,
+            "metrics": {
+                "acc": history([0.15625, 1.3984375], [1, 3], False),
+                "loss": history([5.0, 2.5, -0.78125, -4.0625], [0, 1, 2, 3], True),
+                "lr": history([0.5, 0.4375, 0.375, 0.3125], [0, 1, 2, 3], False),
+            },
+            "written_counts": {},
+        },
+    },
+}
+
+
+def test_a_run_of_an_earlier_version_goes_on_exactly(tmp_path: Path) -> None:
+    save_file(EARLIER, tmp_path / "model_0000003.pth")
+    (tmp_path / "last_checkpoint").write_text("model_0000003.pth")
+    model = Slope()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    trainer = SimpleTrainer(model, repeat(torch.tensor([1.0, 2.0])), optimizer)
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    early = hooks.EarlyStopping("acc", "max", patience=2)
+    ema = hooks.EMA(model, decay=0.5)
+    trainer.register_hooks(
+        [
+            ema,
+            hooks.LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)),
+            hooks.EvalHook(2, lambda: {"acc": -model.weight[0].item()}),
+            early,
+            hooks.BestCheckpointer(saver, "acc", "max"),
+            hooks.PeriodicCheckpointer(saver, 4),
+        ]
+    )
+    assert saver.resume_or_load("") == {"iteration": 3}
+    trainer.train(max_iter=8)
+    # What that version itself arrived at.
+    assert model.weight.tolist() == [-2.62451171875, -5.2490234375]
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    assert momentum.tolist() == [1.9921875, 3.984375]
+    assert ema.state_dict()["steps"] == 8
+    assert early.state_dict() == {"best": 2.62451171875, "waited": 0}
+    best = read_checkpoint(str(tmp_path / "model_best.pth"))["best"]
+    assert best["best_metric"] == 2.62451171875
+    losses = [loss for loss, _ in trainer.storage.history("loss").values()]
+    assert losses[:4] == [5.0, 2.5, -0.78125, -4.0625]
+    assert losses[4:] == [-6.9921875, -9.4140625, -11.259765625, -12.5]
