@@ -18,7 +18,7 @@ store; requests fail or are slow; another machine goes on with the run while the
 does. In the end the store alone must hold the run, and nothing that rotation should have taken. In
 every third try the machines have 4, 3, 2 or 1 ranks; then the samples and the rows are compared.
 The store is a folder; with ``--s3`` it is a server that speaks S3 (``pip install -e '.[store]'``),
-which also cuts requests and answers.
+behind a proxy that also cuts requests and answers, sends requests twice and lists late.
 """
 
 import argparse
@@ -58,6 +58,7 @@ from crash_store import Proxy, environment, s3_server
 from tabulate import tabulate
 
 from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.checkpoint.store import Store
 from hooktrain.events import load_json_metrics
 
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
@@ -89,7 +90,12 @@ MACHINE_FAULTS = {
     "another machine goes on with the run": 2,
 }
 
-S3_FAULTS = {**MACHINE_FAULTS, "a request to the store is cut": 2}
+S3_FAULTS = {
+    **MACHINE_FAULTS,
+    "a request to the store is cut": 2,
+    "a request to the store is repeated": 1,
+    "the machine is lost, and the store listed late": 2,
+}
 
 # Every other try is of a script that uses compat. These are shorter, so they suffer less than half
 # of the faults, and more than a third.
@@ -377,21 +383,26 @@ class LostMachines(Campaign):
         return code, stops
 
     def damage(self, store: str, draw: random.Random) -> None:
-        """Cut a file of the newest checkpoint, if there is one before it."""
+        """Cut or alter a file of the newest checkpoint, if there is one before it."""
         system, root = fsspec.url_to_fs(store)
-        checkpoints = named_in(store)
+        checkpoints = [each for each in named_in(store) if each["iteration"] >= 0]
         if len(checkpoints) > 1:
-            name, files = checkpoints[-1]["name"], checkpoints[-1]["files"]
-            own = [f"{root}/{files[path]}" for path in files if path.startswith(name)]
+            own = [f"{root}/{key}" for key in checkpoints[-1]["files"].values()]
             path = draw.choice([path for path in own if system.size(path)])
-            content = system.cat_file(path)
-            system.pipe_file(path, content[: draw.randrange(len(content))])
+            content = bytearray(system.cat_file(path))
+            place = draw.randrange(len(content))
+            if draw.random() < 0.5:
+                del content[place:]
+            else:
+                content[place] ^= 1 << draw.randrange(8)
+            system.pipe_file(path, bytes(content))
 
     def last_run(self, folder: Path, variant: Variant) -> int:
-        """Start it to its end; then on a last machine, which gets all of it from the store."""
+        """Start it to its end; then only what the store has of it counts."""
         code = super().last_run(folder, variant)
         shutil.rmtree(folder)
-        return code or super().last_run(folder, variant)
+        next(Store(variant.store, folder).names_to_resume([]), None)
+        return code
 
     def left(self, folder: Path, variant: Variant) -> list[str]:
         """Also what the pointer of the store does not name."""
@@ -448,6 +459,10 @@ class S3Machines(LostMachines):
         elif "is cut" in fault:
             how = draw.choice(("cut", "cut the answer"))
             proxy.plan(how, number, draw.choice((1, 3, 30)))
+        elif "repeated" in fault:
+            proxy.plan("repeat", number, draw.choice((1, 3, 30)))
+        elif "late" in fault:
+            proxy.plan("late", 0, 1000, seconds=0.01)
         else:
             return None
         return proxy

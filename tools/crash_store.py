@@ -4,6 +4,7 @@ Each try has a proxy of its own. It relays bytes, and knows where a request begi
 bytes from the client after some from the server.
 """
 
+import re
 import select
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 
+CONTINUE = b"HTTP/1.1 100"  # the server asks for the body of a request
 REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -53,6 +55,13 @@ def s3_server() -> Iterator[int]:
         process.wait()
 
 
+def is_complete(answer: bytes) -> bool:
+    """Whether these bytes are a whole answer, by the length that it says."""
+    head, separator, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)content-length: *(\d+)", head)
+    return bool(separator) and length is not None and len(body) >= int(length[1])
+
+
 class Proxy:
     """Stands between the runs of a try and the server.
 
@@ -80,6 +89,7 @@ class Proxy:
         self._lock = threading.Lock()
         self.port: int = self._listener.server_address[1]
         self.process = 0
+        self._list = b""  # the answer to the last request for a list
         self.plan("", 0)
         threading.Thread(target=self._listener.serve_forever, daemon=True).start()
 
@@ -87,7 +97,9 @@ class Proxy:
         """Disturb some requests from the next ones.
 
         Args:
-            how: "kill" or "refuse" at a request; "kill at the answer"; "cut" or "cut the answer".
+            how: "kill" or "refuse" at a request; "kill at the answer"; "cut" or "cut the answer";
+                "repeat" sends a request to the server twice; "late" answers each request for a list
+                with the list before.
             number: how many requests come first.
             count: how many are disturbed.
             seconds: how long each request waits.
@@ -113,17 +125,51 @@ class Proxy:
 
     def _relay(self, client: socket.socket) -> None:
         with connect(self._server) as server, suppress(ConnectionError):
-            how, answered = "", True
+            how, answered, request = "", True, b""
             while True:
                 ready, _, _ = select.select([client, server], [], [])
                 for source in ready:
                     data = source.recv(1 << 16)
-                    if source is client and answered and data:
-                        how = self._next()
+                    if not data:
+                        return
+                    if source is server and data.startswith(CONTINUE):
+                        client.sendall(data)
+                        continue
+                    if source is client and answered:
+                        request, how = b"", self._next()
+                        late = self._late_list(data)
+                        if how == "late" and late:
+                            client.sendall(late)
+                            continue
                     answered = source is server
-                    if not data or self._disturb(how, answered, data, client, server):
+                    if answered and how == "repeat":
+                        self._answer(request)
+                        how = ""
+                    request += data
+                    if self._disturb(how, answered, data, client, server):
                         return
                     (client if answered else server).sendall(data)
+
+    def _late_list(self, request: bytes) -> bytes:
+        """The answer to the request for a list before this one; nothing if it is for no list."""
+        if b"list-type=2" not in request.partition(b"\r\n")[0]:
+            return b""
+        answer = self._answer(request)
+        with self._lock:
+            late, self._list = self._list or answer, answer
+        return late
+
+    def _answer(self, request: bytes) -> bytes:
+        """Send a request to the server over a connection of its own; the whole answer."""
+        head, _, body = request.partition(b"\r\n\r\n")
+        lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Expect")]
+        answer = b""
+        with connect(self._server) as server, suppress(TimeoutError):
+            server.settimeout(0.5)
+            server.sendall(b"\r\n".join([*lines, b"", body]))
+            while not is_complete(answer) and (data := server.recv(1 << 16)):
+                answer += data
+        return answer
 
     def _disturb(
         self,
@@ -134,7 +180,7 @@ class Proxy:
         server: socket.socket,
     ) -> bool:
         """Whether the connection ends here."""
-        if not how or how.endswith("answer") != answered:
+        if how in ("", "late", "repeat") or how.endswith("answer") != answered:
             return False
         if how.startswith("kill"):
             self._kill(self.process)

@@ -112,8 +112,7 @@ class Store:
         Raises:
             ValueError: if it is new, and checkpoints are in the store.
         """
-        there = self._list()
-        entries = self._read(there)
+        there, entries = self._look()
         if is_new and entries:
             raise ValueError(
                 f"there is a run in the store {self.address!r}: resume it, or give "
@@ -137,8 +136,7 @@ class Store:
             CorruptCheckpointError: at the end, if one in the store was broken.
             OSError: if the store or the disk fails; at the end, if files were missing in the store.
         """
-        there = self._list()
-        stored = self._read(there)
+        there, stored = self._look()
         broken = []
         lowest = math.inf
         for name in chain(names, [""]):
@@ -156,8 +154,8 @@ class Store:
                     logger.warning(message, saved["name"], self.address, error)
                     broken.append(saved)
                     # A machine that still trains may have replaced files.
-                    there = self._list()
-                    stored = [each for each in self._read(there) if each not in broken]
+                    there, entries = self._look()
+                    stored = [each for each in entries if each not in broken]
             if name:
                 yield name
         if broken:
@@ -317,6 +315,16 @@ class Store:
             )
         return there
 
+    def _look(self) -> tuple[dict[str, int], list[Entry]]:
+        """What is there, and what the newest intact pointer names."""
+        there = self._list()
+        try:
+            return there, self._read(there)
+        except (
+            FileNotFoundError
+        ):  # a machine that still trains has written the next one
+            return self._look()
+
     def _put(
         self, files: dict[str, str], there: dict[str, int], rank: int | None = None
     ) -> None:
@@ -332,8 +340,8 @@ class Store:
         pointers = sorted(filter(_POINTER.fullmatch, there))
         while pointers:
             pointer = f"{self._root}/{pointers.pop()}"
-            text = self._system.cat_file(pointer)
             try:
+                text = self._system.cat_file(pointer)
                 with reading(pointer):
                     return list(map(_checked, json.loads(text)))
             except CorruptCheckpointError as error:

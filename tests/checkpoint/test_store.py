@@ -606,6 +606,22 @@ def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_los
     assert resumed(tmp_path / "b", memory) == 29
 
 
+def test_a_pointer_that_a_machine_that_still_trains_replaces_is_no_loss(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    save(first, 9)
+    cat_file = MemoryFileSystem.cat_file
+
+    def read_late(*args: Any) -> Any:
+        monkeypatch.undo()
+        save(first, 19)
+        return cat_file(*args)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", read_late)
+    assert resumed(tmp_path / "b", memory) == 19
+
+
 def interrupted(patch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
     """Let something else happen right before the next pointer is written."""
     write = MemoryFileSystem.pipe_file

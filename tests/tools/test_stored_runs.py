@@ -12,9 +12,10 @@ import fsspec
 import pytest
 from loading import load_tool
 
-from equality import assert_same_end, metrics
+from equality import assert_same_end
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.checkpoint.store import Store
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.data import build_train_loader
 from hooktrain.engine import (
@@ -106,9 +107,8 @@ def test_a_run_whose_folder_is_lost_twice_ends_as_an_undisturbed_one(
     assert_same_run(tmp_path / "lost", tmp_path / "undisturbed")
     # At its end all of it is in the store.
     shutil.rmtree(tmp_path / "lost")
-    run(tmp_path / "lost", *store, "train.seed=null")
-    assert_same_end(tmp_path / "lost", tmp_path / "undisturbed")
-    assert metrics(tmp_path / "lost")[-1]["iteration"] == 24
+    next(Store(f"file://{tmp_path}/store", tmp_path / "lost").names_to_resume([]))
+    assert_same_run(tmp_path / "lost", tmp_path / "undisturbed")
     assert len(list((tmp_path / "lost").glob("events.out.tfevents.*"))) >= 2
 
 
