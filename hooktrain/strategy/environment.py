@@ -214,7 +214,7 @@ def join_processes(
     )
     atexit.register(_leave_at_exit)
     comm.object_group(timeout)
-    comm.set_local_part(info.local_rank, info.local_world_size)
+    comm.set_local_rank(info.local_rank, info.local_world_size)
 
 
 def meeting_place(

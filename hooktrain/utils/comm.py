@@ -1,7 +1,7 @@
-"""The ranks of a run: which one this process is, and how it communicates with the others.
+"""The ranks of a run: the number of this process, and collectives.
 
-A single process is rank 0 of 1. Every rank must call a collective function, and all ranks in the
-same order. Otherwise the others wait for it until the timeout.
+A single process is rank 0 of 1. All ranks must call the collective functions, in the same order.
+Otherwise the ranks wait for each other until the timeout.
 """
 
 import os
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 _BEAT_SECONDS = 1.0
 
-# The keys are default groups, so that no entry outlives destroy_process_group().
+# The keys are default process groups, so that no entry outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
-# The rank on the machine, and how many ranks it has.
-_local_parts: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+# By the names of torchrun's variables: the rank on the machine, and its number of ranks.
+_local_ranks: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 _data_shares: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
@@ -37,7 +37,7 @@ def get_world_size() -> int:
 
 
 def get_rank() -> int:
-    """The number of this process, from 0; 0 without a process group."""
+    """The rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -47,14 +47,14 @@ def is_main_process() -> bool:
 
 
 def set_data_part(rank: int, size: int) -> None:
-    """Set which part of the data this process reads. Without this call each rank reads its own.
+    """Set the part of the data that this process reads. By default each rank has its own part.
 
-    A strategy calls it where several ranks compute one batch together, as in tensor and context
-    parallelism. Ranks with the same part read the same batches and draw the same numbers.
+    A strategy calls it if several ranks compute one batch together, as in tensor and context
+    parallelism. Ranks with the same part read the same batches and draw the same random numbers.
 
     Args:
         rank: the number of the part, from 0.
-        size: how many parts there are.
+        size: the number of parts.
     """
     _data_shares[dist.group.WORLD] = (rank, size)
 
@@ -65,7 +65,7 @@ def data_parallel_rank() -> int:
 
 
 def data_parallel_size() -> int:
-    """The number of parts that the data is divided into; see :func:`set_data_part`."""
+    """The number of parts of the data; see :func:`set_data_part`."""
     return _data_share()[1]
 
 
@@ -76,61 +76,58 @@ def _data_share() -> tuple[int, int]:
     return _data_shares.get(dist.group.WORLD, own)
 
 
-def set_local_part(rank: int, size: int) -> None:
-    """Set the place of this process on its machine, where nobody has set ``LOCAL_RANK``.
+def set_local_rank(rank: int, size: int) -> None:
+    """Set the rank of this process on its machine, unless torchrun has set ``LOCAL_RANK``.
 
     Args:
-        rank: its number on the machine, from 0. Ranks of a machine follow each other.
-        size: how many ranks the machine has.
+        rank: the rank on the machine, from 0.
+        size: the number of ranks on the machine.
     """
-    _local_parts[dist.group.WORLD] = (rank, size)
-
-
-def local_part() -> tuple[int, int]:
-    """What :func:`set_local_part` has set; 0 and 1 for a single process.
-
-    Raises:
-        RuntimeError: if nobody has set it.
-    """
-    if get_world_size() == 1:
-        return 0, 1
-    if dist.group.WORLD not in _local_parts:
-        raise RuntimeError(
-            "it is unknown which ranks share a machine: start them by launch() or torchrun, or "
-            "call comm.set_local_part()"
-        )
-    return _local_parts[dist.group.WORLD]
+    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    _local_ranks[dist.group.WORLD] = local
 
 
 def get_local_rank() -> int:
-    """The rank of this process on its machine: torchrun's, or else what its launcher has said."""
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    return local_part()[0]
+    """The rank of this process on its machine: torchrun's, or that of :func:`set_local_rank`.
+
+    Raises:
+        RuntimeError: if there are several processes, and neither is set.
+    """
+    return _local_number("LOCAL_RANK", alone=0)
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine: torchrun's, or else what its launcher has said."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    return local_part()[1]
+    """The number of processes on this machine; see :func:`get_local_rank`."""
+    return _local_number("LOCAL_WORLD_SIZE", alone=1)
+
+
+def _local_number(variable: str, alone: int) -> int:
+    if variable in os.environ:
+        return int(os.environ[variable])
+    if get_world_size() == 1:
+        return alone
+    if dist.group.WORLD not in _local_ranks:
+        raise RuntimeError(
+            "it is unknown which ranks share a machine: start them by launch() or torchrun, or "
+            "call comm.set_local_rank()"
+        )
+    return _local_ranks[dist.group.WORLD][variable]
 
 
 def synchronize() -> None:
-    """Wait until every rank has called this. It does not wait for accelerators. Collective."""
+    """Wait until every rank has called this, but not for accelerators. Collective."""
     any_rank(False)
 
 
 def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
-    """Bring every rank's picklable object to every rank. Collective.
+    """Gather the picklable objects of all ranks on every rank. Collective.
 
     Args:
         data: the object of this rank, with tensors on the CPU.
-        group: the ranks that take part; None is all of them.
+        group: the ranks that take part; None is all ranks.
 
     Returns:
-        The objects of all ranks, in the order of the ranks. A single process gets its own object,
-        not a copy.
+        The objects in the order of the ranks. A single process gets its own object, not a copy.
     """
     if get_world_size() == 1:
         return [data]
@@ -141,7 +138,7 @@ def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """Give every rank the object of rank ``src``. Collective."""
+    """Send the object of rank ``src`` to every rank. Collective."""
     if get_world_size() == 1:
         return obj
     box = [obj]
@@ -156,7 +153,7 @@ def all_reduce(values: Tensor) -> Tensor:
         values: a contiguous tensor of the same shape on every rank.
 
     Returns:
-        ``values``, which are the same on every rank to the last bit.
+        ``values``, equal on all ranks to the last bit.
     """
     if get_world_size() == 1:
         return values
@@ -168,15 +165,15 @@ def all_reduce(values: Tensor) -> Tensor:
 
 
 def max_and_sum(values: Tensor, maxima: int) -> None:
-    """Take the maxima of the first values over the ranks, and the sums of the others. Collective.
+    """Reduce the first values to their maxima over the ranks, and the rest to sums. Collective.
 
-    The ranks swap what they have in pairs, and then each has the values of twice as many. So N
-    ranks wait for log2(N) messages, one after the other, where a sum by gloo waits for 2 (N - 1).
+    In each round the ranks exchange their values in pairs, so each then covers twice as many ranks.
+    N ranks wait for log2(N) successive messages; gloo's all_reduce waits for 2 (N - 1).
 
     Args:
-        values: of one dimension, on the CPU. They are changed in place, and are then the same on
-            every rank to the last bit.
-        maxima: how many of them to take the maxima of.
+        values: a tensor of one dimension on the CPU. It is changed in place, and is then equal on
+            all ranks to the last bit.
+        maxima: the number of values to reduce to maxima.
     """
     group, rank, size = object_group(), get_rank(), get_world_size()
     received = values.clone()
@@ -188,7 +185,8 @@ def max_and_sum(values: Tensor, maxima: int) -> None:
         values[:maxima].clamp_(min=received[:maxima])
         values[maxima:] += received[maxima:]
 
-    # A rank from the largest power of two on only meets the one that takes its values along.
+    # Ranks at or above the largest power of two send their values to a partner, which later
+    # returns the result.
     rounds = size.bit_length() - 1
     partner = rank ^ 1 << rounds
     if partner < size:
@@ -205,27 +203,27 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
     """Whether the flag is true on any rank. Collective.
 
     Args:
-        flag: of this rank.
-        device: where to exchange it. Between accelerators that is faster than over gloo.
+        flag: the flag of this rank.
+        device: the device to exchange it on. Accelerators are faster than gloo.
     """
-    # A host-device synchronisation, if it is an accelerator.
+    # Host-device synchronisation, on an accelerator.
     return all_reduce(torch.tensor(int(flag), device=device)).item() > 0
 
 
 def shared_random_seed() -> int:
-    """A number in [0, 2^31) from numpy's global generator of rank 0. Collective."""
+    """A number in [0, 2^31), drawn from numpy's global generator on rank 0. Collective."""
     return broadcast(int(np.random.randint(2**31)))
 
 
 def object_group(timeout: Any = None) -> ProcessGroup:
-    """The group of all ranks with gloo, which sends CPU memory. The first call is collective.
+    """The gloo group of all ranks, which exchanges CPU memory. The first call is collective.
 
     Args:
-        timeout: a timedelta, for the first call; None is torch's, of 30 minutes.
+        timeout: a timedelta, for the first call; None is torch's default of 30 minutes.
     """
     world = dist.group.WORLD
     assert world is not None
-    # It may be one of several, as in cpu:gloo,cuda:nccl.
+    # gloo may be one of several backends, as in cpu:gloo,cuda:nccl.
     if "cpu:gloo" in dist.get_backend_config(world):
         return world
     if world not in _object_groups:
@@ -236,17 +234,17 @@ def object_group(timeout: Any = None) -> ProcessGroup:
 def on_all_ranks(
     function: Callable[[], T], group: ProcessGroup | None = None
 ) -> list[T]:
-    """Call a function on every rank. If it fails anywhere, all ranks raise the error. Collective.
+    """Call a function on every rank. If it fails on any rank, all ranks raise. Collective.
 
     Args:
-        function: a function that calls nothing collective and returns something picklable.
-        group: a group of all ranks; None is :func:`object_group`. A thread needs one of its own.
+        function: a function that calls no collective and returns a picklable object.
+        group: a group of all ranks; None is :func:`object_group`. A thread needs its own group.
 
     Returns:
-        What the function returned on each rank, in the order of the ranks.
+        The results in the order of the ranks.
 
     Raises:
-        Exception: the error of the first rank that failed.
+        Exception: the error of the lowest rank that failed.
     """
     if get_world_size() == 1:
         return [function()]
@@ -254,7 +252,7 @@ def on_all_ranks(
     error: Exception | None = None
     try:
         outcome = function()
-    except Exception as problem:  # it is raised below, when all ranks know of it
+    except Exception as problem:  # raised below, once all ranks have it
         error = problem
     everywhere = all_gather((outcome, _portable(error)), group)
     for _, first in everywhere:
@@ -267,7 +265,7 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
     """Call a function on the main process only; see :func:`on_all_ranks`. Collective.
 
     Returns:
-        What the function returned there, on every rank.
+        Its result, on every rank.
     """
 
     def on_rank_0() -> Any:
@@ -280,8 +278,8 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
 def on_all_ranks_patiently(function: Callable[[], T]) -> list[T]:
     """Call a function that may take hours; see :func:`on_all_ranks`. Collective.
 
-    It is called in a thread, and the ranks meet every second. So the timeout of the process group
-    does not end the others, nor a watchdog this process.
+    The function runs in a thread while the ranks exchange a message every second, so neither the
+    timeout of the process group nor a watchdog ends the run.
     """
     outcome: list[T] = []
     worker = BackgroundWorker("long work")
@@ -292,7 +290,7 @@ def on_all_ranks_patiently(function: Callable[[], T]) -> list[T]:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error, or its text if it cannot be sent to another process."""
+    """The error, or a RuntimeError with its message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,8 +1,8 @@
 """Atomic replacement of files and folders, and one lock for each folder.
 
 A file is written under a temporary name in the same folder, which begins with a dot and ends with
-``.tmp-hooktrain-<pid>-<host>``. When it is complete and on the disk, it is renamed. Temporary files
-of a killed process are removed by the next one that locks the folder.
+``.tmp-hooktrain-<pid>-<host>``. It is renamed when it is complete and on the disk. The next process
+that locks the folder removes the temporary files of killed ones.
 """
 
 import errno
@@ -24,35 +24,36 @@ logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
-# The end of the name of a folder that is being replaced. Other names may be anybody's.
+# The end of the name of a folder that is being replaced. Files and folders with other names may not
+# belong to a run.
 MOVED_ASIDE = r"\.old-hooktrain-\d+-.+"
 _TEMPORARY = re.compile(r"\..+\.tmp-hooktrain-(\d+)-(.+?)(?:\.\d+)?")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-# The errors of file systems that cannot flush folders.
+# Errors of file systems that cannot flush folders.
 _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}
 
 _locks: dict[Path, FileLock] = {}
 
 
 def lock_folder(folder: AnyPath) -> None:
-    """Claim a folder for this process until it ends, and remove what killed runs left in it.
+    """Lock a folder for this process until it ends, and remove temporary files of killed runs.
 
-    The lock is one of the operating system's on the file ``.lock`` in the folder, so a kill leaves
-    nothing stale, and children do not inherit it. On a file system without locks a warning says so,
-    and nothing is removed.
+    It is the operating system's lock on the file ``.lock`` in the folder, so it does not outlive a
+    kill, and children do not inherit it. On a file system without locks there is a warning, and
+    nothing is removed.
 
     Args:
-        folder: an existing folder. Locking it again in the same process does nothing.
+        folder: an existing folder. Locking it again in the same process has no effect.
 
     Raises:
         RuntimeError: if another process holds the lock.
-        OSError: if the folder is not there or cannot be written to.
+        OSError: if the folder does not exist or cannot be written to.
     """
     path = Path(folder).resolve(strict=True) / ".lock"
-    if path in _locks and _locks[path].is_locked:  # a forked child's copy is not
+    if path in _locks and _locks[path].is_locked:  # a forked child's copy is not locked
         return
     path.touch()
-    # filelock's fallback is a file, which would outlive a kill.
+    # The existence of filelock's fallback file is the lock, which would outlive a kill.
     lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -83,13 +84,13 @@ def unlock_folder(folder: AnyPath) -> None:
 def sweep(folder: AnyPath) -> None:
     """Remove temporary files, and put back folders that were moved aside.
 
-    The caller must hold the lock of the folder. What cannot be removed is logged. What another
-    process of this machine is writing stays, since a single save or a fetch takes no lock.
+    The caller must hold the lock of the folder. Errors are logged. Temporary files of another live
+    process on this machine stay, since a single save or a fetch takes no lock.
     """
     for entry in sorted(Path(folder).iterdir()):
         try:
             temporary = _TEMPORARY.fullmatch(entry.name)
-            if temporary and not _is_of_another_process(*temporary.groups()):
+            if temporary and not _is_of_live_process(*temporary.groups()):
                 _remove(entry)
             moved = re.fullmatch(rf"(.+){MOVED_ASIDE}", entry.name)
             if moved is not None:
@@ -99,8 +100,8 @@ def sweep(folder: AnyPath) -> None:
             logger.warning("Cannot remove %s of a killed run: %s", entry, error)
 
 
-def _is_of_another_process(number: str, host: str) -> bool:
-    """Whether it is another process than this one, alive and on this machine."""
+def _is_of_live_process(number: str, host: str) -> bool:
+    """Whether a temporary file is that of another live process on this machine."""
     if host != socket.gethostname() or int(number) == os.getpid():
         return False
     try:
@@ -108,7 +109,7 @@ def _is_of_another_process(number: str, host: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # it is a process of another user
     return True
 
 
@@ -120,7 +121,7 @@ def _put_back(aside: Path, target: Path) -> None:
 
 
 def is_address(path: AnyPath) -> bool:
-    """Whether it is an address, such as ``s3://bucket/model.pth``, and no path on a disk."""
+    """Whether the path is an address, such as ``s3://bucket/model.pth``."""
     return re.match(r"[\w+.:-]+://", os.fspath(path)) is not None
 
 
@@ -128,23 +129,23 @@ def on_disk(path: AnyPath) -> str:
     """A path to write to, with the home folder in place of ``~``.
 
     Raises:
-        ValueError: for an address, since a run locks and renames what it writes.
+        ValueError: for an address, since a run locks and renames its files.
     """
     if is_address(path):
         raise ValueError(
-            f"a run cannot write to {path!r}: give a folder on a disk, and this address "
-            "as train.store, where each checkpoint goes too"
+            f"a run cannot write to {path!r}: give a folder on a disk, and this address as "
+            "train.store, to which each checkpoint is copied"
         )
     return os.path.expanduser(path)
 
 
 def temporary_path(path: Path) -> Path:
-    """The path at which this process writes a file before that gets its name."""
+    """The path at which this process writes a file before it gets its name."""
     return path.with_name(f".{path.name}.tmp-{_owner()}")
 
 
 def publish(folder: AnyPath, name: str) -> None:
-    """Give a file its name, if this process has written it at its :func:`temporary_path`."""
+    """Rename the file that this process wrote at :func:`temporary_path`, if there is one."""
     path = Path(folder, name)
     with suppress(FileNotFoundError):
         temporary_path(path).replace(path)
@@ -152,25 +153,28 @@ def publish(folder: AnyPath, name: str) -> None:
 
 @contextmanager
 def replacing(path: AnyPath) -> Iterator[Path]:
-    """Give a temporary path, and let what is written there replace ``path`` in one go.
+    """Write a file or folder at a temporary path, which then replaces ``path`` atomically.
 
-    The rename is on the disk when the block is left. If anything fails before it, what was written
-    is removed, and ``path`` stays as it was. A folder that is replaced is first renamed to
-    ``<name>.old-hooktrain-<pid>-<host>.<number>``, which :func:`sweep` puts back after a kill. What
-    the file system keeps of it, since somebody has it open, is swept later.
+    The rename is on the disk when the block is left. If anything fails before it, the temporary
+    path is removed, and ``path`` stays as it was. A folder that is replaced is first renamed to
+    ``<name>.old-hooktrain-<pid>-<host>.<number>``, which :func:`sweep` puts back after a kill. If
+    the old folder is still open somewhere, :func:`sweep` removes the rest later.
 
     Args:
         path: a file or a folder, which need not exist. Its parent must exist.
 
     Raises:
         IsADirectoryError: for a file, if there is a folder of its name.
-        OSError: if something cannot be written; it names the path.
+        OSError: if writing fails; the error names the path.
+
+    Yields:
+        The temporary path.
     """
     target = Path(path).absolute()
     temporary = temporary_path(target)
     aside = first_free(target.with_name(f"{target.name}.old-{_owner()}"))
     try:
-        _remove(temporary)  # of a killed process that had the same number
+        _remove(temporary)  # a killed process may have had the same number
         yield temporary
         if target.is_dir() and temporary.is_dir():
             os.rename(target, aside)
@@ -179,7 +183,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
         with suppress(OSError):
             delete(aside)
     except BaseException as error:
-        # The first error says more, and sweep() removes what is left.
+        # The first error is more helpful, and sweep() removes the rest.
         with suppress(OSError):
             if aside.exists():
                 _put_back(aside, target)
@@ -191,7 +195,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[IO[bytes]]:
-    """Replace a file by a new one, all at once and durably; see :func:`replacing`.
+    """Replace a file by a new one, atomically and durably; see :func:`replacing`.
 
     Example:
         >>> with atomic_write("model.pth") as file:  # doctest: +SKIP
@@ -207,10 +211,10 @@ def atomic_write(path: AnyPath) -> Iterator[IO[bytes]]:
 
 
 def delete(path: AnyPath) -> None:
-    """Delete a file or a folder. A folder is renamed first, so that no half of it is found.
+    """Delete a file or a folder. A folder is renamed first, so it is never found incomplete.
 
     Raises:
-        OSError: if it cannot be deleted. The rest of a folder is swept later.
+        OSError: if it cannot be deleted. :func:`sweep` removes the rest of a folder later.
     """
     path = Path(path).absolute()
     if path.is_dir():
@@ -219,7 +223,7 @@ def delete(path: AnyPath) -> None:
 
 
 def first_free(path: Path) -> Path:
-    """The first of ``<name>.1``, ``<name>.2``, ... that is not there."""
+    """The first of ``<name>.1``, ``<name>.2``, ... that does not exist."""
     for number in count(1):
         free = path.with_name(f"{path.name}.{number}")
         if not free.exists():
@@ -228,7 +232,7 @@ def first_free(path: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in the folder survive a power cut."""
+    """Flush a folder to the disk, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -240,7 +244,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@cache  # it warns once a folder
+@cache  # one warning for each folder
 def _warn_of_power_cuts(folder: Path, reason: str) -> None:
     message = "%s cannot flush folders (%s): a power cut may lose the last save"
     logger.warning(message, folder, reason)

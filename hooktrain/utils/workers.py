@@ -1,4 +1,4 @@
-"""Workers of a DataLoader, which ignore the signals by which a run is ended."""
+"""DataLoader workers that ignore the signals that end a run."""
 
 import multiprocessing
 import os
@@ -19,17 +19,17 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     """Return ``iter(loader)``, whose workers survive signals that are sent to all processes.
 
-    The death of a worker is an error in a run that could still have saved a checkpoint. So the
-    workers of a torch ``DataLoader`` block the signals of :data:`ENDING`, and this process alone
-    handles them. The workers end when this process ends, even if they hang. With the start method
-    "forkserver" they do not survive SIGTERM, which ends the server that they come from.
+    If a signal killed a worker, the run would end with an error before it could save a checkpoint.
+    So the workers of a torch ``DataLoader`` block the signals of :data:`ENDING`, and only this
+    process handles them. The workers end with this process, even if they hang. With the start
+    method "forkserver" they do not survive SIGTERM, which ends their server.
 
     Args:
-        loader: gives the batches. Signals are not blocked for a loader that is no ``DataLoader``,
-            and for none on systems that do not tell who has sent a signal (macOS).
+        loader: the loader of the batches. Signals are blocked only for a ``DataLoader``, and only
+            on systems that tell the sender of a signal (not on macOS).
 
     Raises:
-        TypeError: if it is a data set, which gives samples instead of batches.
+        TypeError: for a data set, which yields samples instead of batches.
     """
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         raise TypeError(
@@ -49,11 +49,11 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:
-    """The signals that a worker blocks from its first moment on."""
+    """The signals that a worker inherits as blocked."""
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    if method == "forkserver":  # the server would block them for its other children too
+    if method == "forkserver":  # the server would block them in all of its children
         return ()
-    resource_tracker.ensure_running()  # it unblocks signals when it starts
+    resource_tracker.ensure_running()  # its start unblocks signals
     return ENDING
 
 
@@ -61,7 +61,7 @@ def _init_worker(
     given: Callable[[int], None] | None, of_main_thread: bool, worker_id: int
 ) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    # To the kernel the thread that started a process is its parent, and another may end early.
+    # For the kernel a thread is the parent, and a thread other than the main one may end early.
     if of_main_thread:
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -74,6 +74,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     while parent.is_alive():
         got = signal.sigtimedwait(ENDING, 1.0)
-        if got is not None and got.si_pid == parent.pid:  # torch asks the worker to end
+        if got is not None and got.si_pid == parent.pid:  # torch ends the worker
             break
     os._exit(0)

@@ -56,7 +56,7 @@ def test_the_longest_prefix_of_an_address_counts(
 
 def fetch_with_four_ranks_on_two_machines(folder: Path) -> Any:
     machine, place = divmod(comm.get_rank(), 2)
-    comm.set_local_part(place, 2)
+    comm.set_local_rank(place, 2)
 
     def fetch(address: str) -> Path:
         if "broken" in address and machine == 1:

@@ -316,7 +316,7 @@ def test_a_process_takes_the_device_of_its_local_rank_or_the_only_one_it_sees(
         dist, "init_process_group", lambda backend, **options: joined.update(options)
     )
     monkeypatch.setattr(comm, "object_group", lambda timeout: None)
-    monkeypatch.setattr(comm, "set_local_part", lambda rank, size: None)
+    monkeypatch.setattr(comm, "set_local_rank", lambda rank, size: None)
     joining.join_processes("pytorch", backend)
     assert taken == [2 % visible]
     device = joined["device_id"]
