@@ -1,4 +1,4 @@
-"""Where a model lives, and in which order it is built: one device, or data parallel."""
+"""Placing a model on one device or many, and the order of building it."""
 
 from hooktrain.strategy.base import (
     BaseStrategy as BaseStrategy,

@@ -1,4 +1,4 @@
-"""The order in which a model becomes ready to train."""
+"""The order of the steps that make a model ready to train."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -30,53 +30,52 @@ Compile: TypeAlias = bool | WrapRule | Mapping[str, Any]
 # A model, a LazyCall of it, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 
-# As in DistributedDataParallel: the memory that a broadcast may take beside the weights.
+# The extra memory of a broadcast, as in DistributedDataParallel.
 _BUCKET_BYTES = 250 * 1024 * 1024
 
 
 class BaseStrategy:
-    """Where a model lives, and in which order it becomes ready to train.
+    """Places a model on its devices and makes it ready to train.
 
-    :meth:`prepare` does this, in this order:
+    :meth:`prepare` takes these steps, in this order:
 
     1. :meth:`setup`: process group, device, seed;
-    2. :meth:`build_model`, from a LazyCall or a function if it is one;
-    3. :meth:`init_model_weights`: the model's own ``init_weights``, if it waits for that;
+    2. :meth:`build_model`, from a LazyCall or a function;
+    3. :meth:`init_model_weights`: the model's own ``init_weights``, if it is still to be called;
        then ``activation_checkpointing``;
-    4. :meth:`wrap_model`: to the device, the same on all ranks, in its wrapper;
-    5. :meth:`compile_model`: so that the compiler sees the wrapper.
+    4. :meth:`wrap_model`: to the device, with equal weights on all ranks, in its wrapper;
+    5. :meth:`compile_model`, after the wrapper, so that the compiler sees it.
 
-    Build the optimizer afterwards, for the parameters as they are from then on. Example::
+    Build the optimizer afterwards, for the final parameters. Example::
 
         strategy = build_strategy("auto", seed=0)
         model = strategy.prepare(DigitsCNN)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    A subclass overrides :meth:`wrap_model`, and what else is different. Those of
+    A subclass overrides :meth:`wrap_model` and any other step that differs. The strategies of
     :mod:`hooktrain.compat.mmengine` have MMEngine's further methods.
 
     Args:
         device: such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
-        sync_bn: ``"torch"`` makes each batch norm take its statistics from the batches
-            of all ranks, by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
-        activation_checkpointing: the modules that compute their activations again in the
-            backward pass, which takes less memory: classes or their names, such as
-            ``["Block"]``, or a function of name and module.
+        sync_bn: ``"torch"`` computes the statistics of batch norms over the batches of all ranks,
+            by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
+        activation_checkpointing: the modules that recompute their activations in the backward
+            pass to save memory: classes or their names, such as ``["Block"]``, or a function of
+            name and module.
         settings: arguments of :class:`Environment`, such as ``seed=0`` or
             ``backend="gloo"``.
 
     Attributes:
-        environment: these settings.
-        launcher: who started the processes; see :func:`infer_launcher`.
-        device: where this process computes, from :meth:`setup` on.
-        seed: of the run, without a rank; from :meth:`setup` on the one that was drawn, if
-            none was given.
-        model: the prepared model, as it is to be called.
+        environment: the settings.
+        launcher: the program that started the processes; see :func:`infer_launcher`.
+        device: the device of this process, from :meth:`setup` on.
+        seed: the seed of the run, without the rank. If none was given, :meth:`setup` draws it.
+        model: the prepared model.
         saves_shards: whether checkpoints should be folders of shards.
 
     Raises:
         TypeError: for an unknown argument.
-        ValueError: for another ``sync_bn``.
+        ValueError: for an unknown ``sync_bn``.
     """
 
     launcher: Launcher
@@ -93,7 +92,7 @@ class BaseStrategy:
         activation_checkpointing: WrapRule = (),
         **settings: Any,
     ) -> None:
-        # One process would never convert the model, and so never see a wrong name.
+        # A single process never converts the model, and would not notice a wrong name.
         if sync_bn not in (None, "torch"):
             raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.environment = Environment(**settings)
@@ -107,14 +106,14 @@ class BaseStrategy:
     def prepare(self, model: ModelSource, *, compile: Compile = False) -> nn.Module:
         """Make a model ready to train. A collective.
 
-        A second call with the same model returns what the first one did.
+        Another call with the same model returns the prepared one again.
 
         Args:
             model: see :meth:`build_model`.
             compile: see :meth:`compile_model`.
 
         Returns:
-            The model, as it is to be called.
+            The prepared model.
 
         Raises:
             ValueError: for another model than before.
@@ -135,14 +134,14 @@ class BaseStrategy:
             return
         if unwrap_model(model) is not unwrap_model(self.model):
             raise ValueError(
-                "this strategy has prepared another model: make one strategy for each"
+                "this strategy has prepared another model: make a strategy for each model"
             )
 
     def setup(self) -> None:
         """Join the other processes, choose the device, and seed. A collective.
 
-        A second call does nothing. Call it before :meth:`prepare` if you build the model,
-        so that its weights depend on the seed.
+        Another call has no effect. If you build the model yourself, call this first, so that the
+        seed determines its weights.
         """
         if self._is_set_up:
             return
@@ -157,7 +156,7 @@ class BaseStrategy:
         self._is_set_up = True
 
     def _join_processes(self) -> None:
-        """Join the other processes, unless that is done already."""
+        """Join the other processes, unless this one already has."""
         if self.launcher == "none" or self.distributed:
             return
         backend = self.environment.backend
@@ -187,46 +186,46 @@ class BaseStrategy:
 
         Args:
             model: a module, which is returned; a ``LazyCall`` of one; or a function that
-                makes one.
+                returns one.
 
         Raises:
-            TypeError: for anything else, or if what is built is no module.
+            TypeError: for any other object, or if a LazyCall or function returns one.
         """
         built: Any = instantiate(model)
         if callable(built) and not isinstance(built, nn.Module):
             built = built()
         if not isinstance(built, nn.Module):
             raise TypeError(
-                f"model should be a nn.Module object, LazyCall or function, got {built!r}"
+                f"model must be an nn.Module, or a LazyCall or function of one, not {built!r}"
             )
         return built
 
     def init_model_weights(self, model: nn.Module) -> None:
-        """Call ``init_weights`` of a model that waits for it: its ``is_init`` is False.
+        """Call the model's ``init_weights`` if its ``is_init`` is False.
 
-        The constructor of any other model has initialised it. One on the meta device is
-        initialised where it gets its memory.
+        Any other model was initialised by its constructor. A model on the meta device is
+        initialised when it gets its memory.
         """
         if not on_meta(model):
             init_weights_once(model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Bring a model to its device, equal on all ranks; a subclass wraps it, too.
+        """Move a model to its device, with equal weights on all ranks; a subclass also wraps it.
 
-        One that is wrapped already stays as it is.
+        A wrapped model is returned as it is.
         """
         if is_model_wrapper(model):
             return model
         return self.place_model(self.convert_model(model))
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Let batch norms use the batches of all ranks, if ``sync_bn`` asks for it."""
+        """Convert batch norms to synchronised ones if ``sync_bn`` is set."""
         if self.sync_bn is None or self.world_size == 1:
             return model
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
 
     def place_model(self, model: nn.Module) -> nn.Module:
-        """Bring a model to :attr:`device`, with the first rank's weights. A collective."""
+        """Move a model to :attr:`device`, with the first rank's weights. A collective."""
         model = model.to(self.device)
         _broadcast((*model.parameters(), *model.buffers()))
         return model
@@ -235,13 +234,13 @@ class BaseStrategy:
         """Compile a method of a model, or its repeated blocks, in place.
 
         Args:
-            model: may be wrapped.
+            model: a model, wrapped or not.
             compile: False leaves the model as it is. True compiles the forward. Names of
-                classes, such as ``["Block"]``, compile these modules: the first of a kind
-                takes time, and the others use its code. A dict has the arguments of
-                :func:`torch.compile`, may have those names as ``blocks``, and may name
-                another method as ``target``, such as ``"train_step"``; a copy of the model
-                then calls the method of this one.
+                classes, such as ``["Block"]``, compile these modules: the first of a class
+                takes time, and the others share its code. A dict has arguments of
+                :func:`torch.compile`. It may also have such names as ``blocks``, or another
+                method as ``target``, such as ``"train_step"``; a copy of the model then calls
+                the method of the original.
         """
         if compile is False:
             return model
@@ -256,7 +255,7 @@ class BaseStrategy:
             for module in select_modules(unwrap_model(model), blocks):
                 module.compile(**options)
         elif target == "forward":
-            # The method of nn.Module knows of hooks, and copies of the model do without.
+            # nn.Module.compile compiles the hooks too, and copies of the model are not compiled.
             model.compile(**options)
         else:
             setattr(model, target, torch.compile(getattr(model, target), **options))
@@ -279,21 +278,21 @@ class BaseStrategy:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give all ranks the first one's buffers. A collective.
+    """Send the first rank's buffers to all ranks. A collective.
 
-    Where ranks do not exchange them while training, they hold statistics of one rank's
+    Unless ranks exchange them during training, each rank's buffers have the statistics of its own
     batches.
     """
     _broadcast(model.buffers())
 
 
 def warn_of_own_buffers(model: nn.Module) -> None:
-    """Name the buffers that differ between the ranks. A collective.
+    """Warn of buffers that differ between the ranks. A collective.
 
     A checkpoint has those of the main process. Statistics of batch norm are left out, since no
-    training step reads them; sharded and sparse buffers are too.
+    training step reads them, and so are sharded and sparse buffers.
     """
-    # DistributedDataParallel may give all ranks the first one's before each forward pass.
+    # DistributedDataParallel may send the first rank's buffers before each forward pass.
     if comm.get_world_size() == 1 or getattr(model, "broadcast_buffers", False):
         return
     bare = unwrap_model(model)
@@ -321,5 +320,5 @@ def warn_of_own_buffers(model: nn.Module) -> None:
 def _broadcast(given: Iterable[Tensor]) -> None:
     tensors = [tensor.detach() for tensor in given]
     if tensors and comm.get_world_size() > 1:
-        # What DistributedDataParallel uses too; torch has no public name for it.
+        # DistributedDataParallel uses it too; torch has no public name for it.
         dist._broadcast_coalesced(dist.group.WORLD, tensors, _BUCKET_BYTES, 0)  # type: ignore[arg-type, attr-defined]

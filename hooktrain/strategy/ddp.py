@@ -1,4 +1,4 @@
-"""One device, or the whole model on each rank and the gradients exchanged."""
+"""One device, or data parallel: the whole model on each rank, and gradients averaged."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,15 +22,13 @@ from hooktrain.utils.names import locate
 
 
 class SingleDeviceStrategy(BaseStrategy):
-    """One process that trains on an accelerator, or on the CPU where there is none.
-
-    Its model stays unwrapped.
+    """One process on an accelerator, or on the CPU if there is none. The model is not wrapped.
 
     Args:
         kwargs: see :class:`BaseStrategy`.
 
     Raises:
-        RuntimeError: in :meth:`setup`, if there are other processes.
+        RuntimeError: in :meth:`setup`, if there are several processes.
     """
 
     def _join_processes(self) -> None:
@@ -44,12 +42,11 @@ class SingleDeviceStrategy(BaseStrategy):
 
 
 def wrapper_for(model: nn.Module) -> type[nn.Module]:
-    """The DistributedDataParallel that fits a model.
+    """The class of DistributedDataParallel that fits a model.
 
-    ``NamingDistributedDataParallel``, which is torch's with better messages, except for
-    models that own their training step: ``StepDistributedDataParallel`` for one with the
-    step of :class:`hooktrain.model.BaseModel`, ``SeparateDistributedDataParallel`` for
-    others.
+    It is ``NamingDistributedDataParallel``, torch's class with better messages, except for models
+    with a ``train_step``: ``StepDistributedDataParallel`` if it is that of
+    :class:`hooktrain.model.BaseModel`, otherwise ``SeparateDistributedDataParallel``.
     """
     step = getattr(type(model), "train_step", None)
     if step is None:
@@ -71,9 +68,8 @@ def create_ddp_model(
     Args:
         model: the model, on its device.
         fp16_compression: whether the ranks exchange gradients in float16.
-        wrapper: the class of the wrapper, or its dotted name; None takes that of
-            :func:`wrapper_for`.
-        options: those of the wrapper; see :class:`torch.nn.parallel.DistributedDataParallel`.
+        wrapper: the class of the wrapper, or its dotted name; None is :func:`wrapper_for`.
+        options: the wrapper's options; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Returns:
         The wrapped model; in a single process the model itself.
@@ -81,7 +77,7 @@ def create_ddp_model(
     Raises:
         ImportError: if there is no such wrapper.
     """
-    # Before the ranks get the weights of the first one.
+    # Before the ranks get the first rank's weights.
     init_weights_once(model)
     if comm.get_world_size() == 1:
         return model
@@ -103,9 +99,8 @@ def create_ddp_model(
 class DDPStrategy(BaseStrategy):
     """DistributedDataParallel over the processes of a launcher, also on the CPU.
 
-    It joins them, unless that is done already, as inside
-    :func:`hooktrain.engine.launch`. A process that is alone and has no launcher leaves
-    its model unwrapped.
+    The process joins the others, unless it already has, as in :func:`hooktrain.engine.launch`.
+    A single process does not wrap its model.
 
     Args:
         ddp: the options of :func:`create_ddp_model`, such as
@@ -131,7 +126,7 @@ def build_strategy(
     ddp: Mapping[str, Any] | None = None,
     **defaults: Any,
 ) -> BaseStrategy:
-    """The strategy that is asked for.
+    """Build a strategy.
 
     Example::
 
@@ -139,21 +134,20 @@ def build_strategy(
         build_strategy(LazyCall(FSDPStrategy)(wrap=["Block"]), device="cpu")
 
     Args:
-        strategy: ``"auto"``, which is :class:`DDPStrategy` for one of several processes
-            and :class:`SingleDeviceStrategy` for a single one; the name of another class
-            of this package, or a dotted one; a ``LazyCall``; or a strategy, which is
-            returned.
+        strategy: ``"auto"``, which is :class:`SingleDeviceStrategy` for a single process and
+            :class:`DDPStrategy` for several; the name of a class of this package, or another
+            dotted name; a ``LazyCall``; or a strategy, which is returned.
         ddp: an argument for a :class:`DDPStrategy` only.
-        defaults: arguments that a ``LazyCall`` may replace.
+        defaults: arguments, which those of a ``LazyCall`` override.
 
     Raises:
         ImportError: for an unknown name; the message suggests the nearest.
-        TypeError: for a dict that is no ``LazyCall``, what is no class, or an unknown argument.
+        TypeError: for another object or an unknown argument.
     """
     if isinstance(strategy, BaseStrategy):
         return strategy
     if strategy == "auto":
-        # So that one configuration serves any number of processes.
+        # One configuration then serves any number of processes.
         single = count_processes() == 1
         strategy = "SingleDeviceStrategy" if single else "DDPStrategy"
     call = {"_target_": strategy} if isinstance(strategy, str) else strategy
@@ -162,11 +156,7 @@ def build_strategy(
     kind = call["_target_"]
     if isinstance(kind, str):
         kind = locate(kind if "." in kind else f"hooktrain.strategy.{kind}")
-    if not isinstance(kind, type):
-        raise TypeError(
-            f"strategy must name a class, as 'DDPStrategy', not {strategy!r}"
-        )
-    if issubclass(kind, DDPStrategy):
+    if isinstance(kind, type) and issubclass(kind, DDPStrategy):
         defaults["ddp"] = ddp
     built: BaseStrategy = instantiate({**defaults, **call, "_target_": kind})
     return built

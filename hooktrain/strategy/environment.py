@@ -1,4 +1,4 @@
-"""A process of a run: who started it, how it joins the others, its device and seed."""
+"""A process of a run: its launcher, how it joins the others, its device and its seed."""
 
 import atexit
 import gc
@@ -28,12 +28,13 @@ logger = logging.getLogger(__name__)
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# With fewer ranks all connect at the start, and so hear at once of one that dies.
-MANY = 128
+# With more ranks, gloo connects two ranks when they first exchange a message. With fewer, all
+# connect at the start, so a rank notices at once that another has died.
+LAZY_CONNECT_FROM = 129
 
-# Rank, rank on the machine, number of processes, number on the machine. The first row
-# that is set is who started this process: mpirun's daemons may be tasks of srun, and srun
-# may start torchrun.
+# Rank, rank on the machine, number of processes, number on the machine. The first launcher whose
+# variables are set started this process: mpirun's daemons may be tasks of srun, and srun may start
+# torchrun.
 _VARIABLES: dict[Launcher, tuple[str, ...]] = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpi": (  # Open MPI
@@ -48,13 +49,13 @@ _VARIABLES: dict[Launcher, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which of the processes of a run this one is.
+    """The ranks of a process and the numbers of processes.
 
     Attributes:
-        rank: its number, from 0 to ``world_size - 1``.
-        local_rank: its number among the processes on its machine.
+        rank: the rank in the run, from 0 to ``world_size - 1``.
+        local_rank: the rank on the machine.
         world_size: the number of processes.
-        local_world_size: the number of processes on its machine.
+        local_world_size: the number of processes on the machine.
     """
 
     rank: int = 0
@@ -64,11 +65,11 @@ class RankInfo:
 
 
 def infer_launcher() -> Launcher:
-    """Who started this process, from the environment variables.
+    """The launcher of this process, from the environment variables.
 
-    ``"pytorch"`` is torchrun, or anybody who sets ``WORLD_SIZE`` as torchrun does;
-    ``"mpi"`` is Open MPI's mpirun; ``"slurm"`` is srun. The batch script of a SLURM job
-    has the variables of srun, and is ``"none"``.
+    ``"pytorch"`` is torchrun, or another launcher that sets ``WORLD_SIZE``; ``"mpi"`` is Open MPI's
+    mpirun; ``"slurm"`` is srun. For the batch script of a SLURM job, which has srun's variables
+    too, it is ``"none"``.
     """
     is_batch_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
     for launcher, (_, _, world_size, _) in _VARIABLES.items():
@@ -80,7 +81,7 @@ def infer_launcher() -> Launcher:
 
 
 def get_rank_info(launcher: Launcher) -> RankInfo:
-    """The ranks of this process, from the environment variables of its launcher.
+    """The ranks of this process, from the environment variables of the launcher.
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -102,7 +103,7 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
 
 
 def _tasks_by_machine(text: str) -> list[str]:
-    """SLURM writes 2(x3),1 for two tasks on each of three machines, and one on the last."""
+    """The tasks on each machine; 2(x3),1 is two on each of three machines and one on a fourth."""
     counts = []
     for part in text.split(","):
         count, _, machines = part.rstrip(")").partition("(x")
@@ -111,18 +112,18 @@ def _tasks_by_machine(text: str) -> list[str]:
 
 
 def find_address(launcher: Launcher, info: RankInfo) -> tuple[str, int]:
-    """Where the processes of SLURM and MPI meet: the host and the port of rank 0.
+    """The host and port of rank 0, at which the processes of SLURM and MPI meet.
 
-    That is ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set. Otherwise it is SLURM's
-    first node, or this machine if the run uses no other one, at port 29500. Each of two
-    runs on one machine needs a port that is not the other's.
+    It is ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set. Otherwise it is this machine if the
+    run uses no other one, or SLURM's first node, at port 29500. Two runs on one machine need
+    different ports.
 
     Args:
         launcher: see :func:`infer_launcher`.
         info: see :func:`get_rank_info`.
 
     Raises:
-        ValueError: if nothing says where rank 0 is.
+        ValueError: if the host of rank 0 is unknown.
     """
     address = os.environ.get("MASTER_ADDR")
     port = int(os.environ.get("MASTER_PORT", "29500"))
@@ -142,7 +143,7 @@ def count_processes(launcher: Launcher | None = None) -> int:
     """The number of processes of the run, also before they have joined each other.
 
     Args:
-        launcher: who started them; None finds out.
+        launcher: the program that started them; None infers it.
     """
     started = get_rank_info(launcher or infer_launcher()).world_size
     return max(comm.get_world_size(), started)
@@ -160,36 +161,35 @@ def join_processes(
 ) -> None:
     """Join the other processes that the launcher has started. A collective.
 
-    This makes the default process group, and makes the accelerator of the local rank the
-    current one. The process may then open as many files as the system lets it. More than
-    :data:`MANY` ranks connect by gloo only where they talk. When torchrun is killed, the
-    process is killed with it (Linux).
+    This makes the default process group, and makes the accelerator of the local rank the current
+    one. It raises the process's limit of open files as far as allowed. From
+    :data:`LAZY_CONNECT_FROM` ranks on, gloo connects two ranks when they first exchange a message.
+    When torchrun is killed, the process is killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
-        backend: of the group; None is the accelerator's (nccl for CUDA), and gloo without
-            one.
-        timeout: of the collectives; a number is of seconds.
+        backend: the backend of the group; None is the accelerator's (nccl for CUDA), and gloo if
+            there is no accelerator.
+        timeout: the timeout of collectives, as a timedelta or in seconds.
 
     Raises:
         KeyError: as :func:`get_rank_info`.
         ValueError: as :func:`get_rank_info` and :func:`find_address`.
     """
-    # Its functions have the default group as a default argument. Imported while there is
-    # one, as the first optimizer does, it keeps the group's threads alive after the end
-    # of the group, and a thread that is busy when the interpreter exits aborts the
-    # process.
+    # The functions of this module have the default group as a default argument. If it is imported
+    # while there is a group, as the first optimizer does, it keeps the group's threads alive after
+    # the end of the group, and a thread that is busy at the interpreter's exit aborts the process.
     import torch.distributed.nn.functional
 
     if dist.is_torchelastic_launched():
-        # The ranks would train on without torchrun, and keep the output folder from its
-        # successor.
+        # Without torchrun the ranks would continue, and keep the output folder locked for the next
+        # run.
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
     info = get_rank_info(launcher)
-    # A connection takes a descriptor, and gloo connects each rank with each other one.
+    # gloo connects each pair of ranks, and a connection takes a file descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if info.world_size > MANY:
+    if info.world_size >= LAZY_CONNECT_FROM:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
@@ -202,7 +202,7 @@ def join_processes(
         backend = dist.get_default_backend_for_device(device or "cpu")
     bound = None
     if device is not None and backend != "gloo":
-        # Its device is known from the start, and joining shows whether they connect.
+        # With the device, the group connects at once, so errors of connections show here.
         bound = torch.device(device.type, torch.accelerator.current_device_index())
     dist.init_process_group(
         backend,
@@ -220,27 +220,27 @@ def join_processes(
 def meeting_place(
     dist_url: str | None, num_machines: int
 ) -> tuple[dict[str, str], Any]:
-    """Where the processes meet that one process on each machine is about to start.
+    """The address at which the processes that this one is about to start will meet.
 
     Args:
         dist_url: an address of machine 0, if there are several machines.
         num_machines: the number of machines.
 
     Returns:
-        The variables that say it, and the store there, if it is this process's.
+        The environment variables with the address; and the store, if this process serves it.
 
     Raises:
-        ValueError: for several machines, if that is no address with a port.
+        ValueError: for several machines, if ``dist_url`` is not an address with a port.
     """
     if num_machines > 1:
         url = urlparse(dist_url or "")
         if url.scheme != "tcp" or not url.hostname or not url.port:
             raise ValueError(
-                "dist_url must be an address of machine 0 and a free port of it, such as "
+                "dist_url must be an address of machine 0 with a free port, such as "
                 f"'tcp://10.0.0.1:29500', got {dist_url!r}"
             )
         return {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}, None
-    # The parent keeps the port, so that nobody can take it before a child comes.
+    # The parent holds the port, so that no other program takes it before the children connect.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     variables = {
         "MASTER_ADDR": "127.0.0.1",
@@ -251,8 +251,8 @@ def meeting_place(
 
 
 def _store(launcher: Launcher, info: RankInfo, timeout: timedelta) -> Any:
-    """The store where the processes meet, without the addresses of dead ones."""
-    c10d: Any = dist  # mypy does not know of these names
+    """The store of the process group, without the addresses of dead processes."""
+    c10d: Any = dist  # torch's stubs lack these names
     size = info.world_size
     if launcher != "pytorch":
         host, port = find_address(launcher, info)
@@ -261,41 +261,41 @@ def _store(launcher: Launcher, info: RankInfo, timeout: timedelta) -> Any:
     store, *_ = next(meeting)
     store.set_timeout(timeout)
     if size == info.local_world_size:
-        # torchrun's store survives a restart, with the addresses of the dead ranks in it.
-        # Each of several machines has its own count of restarts, so the count does not
-        # help there.
+        # torchrun's store survives a restart, and still has the addresses of the dead ranks. On
+        # several machines the counts of restarts may differ, so they cannot be the prefix.
         return c10d.PrefixStore(f"attempt{restart_count()}", store)
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         logger.warning(
-            "Restarted processes will find the addresses of the dead ones: set "
+            "Restarted processes would find the addresses of the dead ones: set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
         )
     return store
 
 
 def leave_processes() -> None:
-    """Leave the process group, if there is one; its threads have ended then.
+    """Leave the process group, if there is one, and end its threads.
 
-    A model in DistributedDataParallel holds the group too: let go of the model first.
+    A model in DistributedDataParallel also holds the group: delete the model first.
     """
     if dist.is_initialized():
-        gc.collect()  # models that only cycles hold
+        gc.collect()  # for models in reference cycles
         dist.destroy_process_group()
 
 
 def _leave_at_exit() -> None:
-    """Leave the process group when the interpreter ends, if nobody has left it.
+    """Leave the process group when the interpreter exits, if the script has not left it.
 
-    After an uncaught error nothing waits for what other ranks may never send. gloo's destructor
-    would do so; a further reference keeps it from being called.
+    After an uncaught error the process must not wait for messages that other ranks may never send.
+    gloo's destructor would wait; another reference prevents its call.
     """
     if hasattr(sys, "last_value"):
         pythonapi.Py_IncRef(py_object(dist.distributed_c10d._world.pg_map))
     elif dist.is_initialized():
         leave_processes()
-        # A model in DistributedDataParallel still holds the group. gloo's threads need the
-        # interpreter to free what they have sent; one that waits for it later aborts the process.
+        # A model in DistributedDataParallel may still hold the group. gloo's threads need the
+        # interpreter to free what they have sent. A thread that waits for it after its end aborts
+        # the process.
         time.sleep(0.1)
 
 
@@ -303,25 +303,21 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     """The device of this process; an accelerator becomes the current one.
 
     Args:
-        wanted: such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. None is the accelerator, or
-            the CPU where there is none. Without a number it is the current one, which
+        wanted: such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. None is the accelerator, or the CPU
+            if there is none. Without a number it is the current device, which
             :func:`join_processes` has chosen for each rank.
 
     Raises:
-        ValueError: if it is not there, or no name of a device.
+        ValueError: if this machine has no such device.
+        RuntimeError: for an unknown name.
     """
     there = torch.accelerator.current_accelerator(check_available=True)
-    try:
-        device = torch.device(wanted or there or "cpu")
-    except RuntimeError as error:
-        raise ValueError(
-            f"device={str(wanted)!r} is no device, such as '{there or 'cpu'}': {error}"
-        ) from None
+    device = torch.device(wanted or there or "cpu")
     if device.type == "cpu":
         return torch.device("cpu")
     if there is None or device.type != there.type:
         raise ValueError(
-            f"device={str(wanted)!r} is not there, but {there or 'the CPU only'}"
+            f"device={str(wanted)!r} is not available, only {there or 'the CPU'}"
         )
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -331,14 +327,13 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
 def set_random_seed(
     seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False
 ) -> int:
-    """Seed the generators of Python, numpy and torch. A collective if there is no seed.
+    """Seed the generators of Python, numpy and torch. A collective without a seed.
 
     Args:
-        seed: from 0 to 2^32 - 1; None or a negative number draws one that all ranks
-            share.
-        deterministic: let torch use deterministic algorithms only, and raise an error
-            where there is none.
-        diff_rank_seed: seed each rank with the sum of the seed and its rank.
+        seed: from 0 to 2^32 - 1; for None or a negative number, the ranks draw one together.
+        deterministic: whether torch uses deterministic algorithms only, and raises an error for an
+            operation that has none.
+        diff_rank_seed: whether to add the rank to the seed of each rank.
 
     Returns:
         The seed, without the rank.
@@ -349,7 +344,7 @@ def set_random_seed(
     own = (seed + comm.data_parallel_rank()) % 2**32
     seed_all_rng(own if diff_rank_seed else seed)
     if deterministic:
-        # cuBLAS reads this variable when it is used first.
+        # cuBLAS reads this variable at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
@@ -359,17 +354,18 @@ def set_random_seed(
 
 @dataclass(frozen=True)
 class Environment:
-    """How a strategy sets up its process. What is not asked for is left as it is.
+    """Settings of a strategy's process.
 
     Args:
-        launcher: who started the processes; None finds out, see :func:`infer_launcher`.
-        backend: of the process group, such as ``"nccl"`` or ``"gloo"``; None takes the
-            one for the device.
-        timeout: of the collectives; a number is of seconds.
+        launcher: the program that started the processes; None infers it, see
+            :func:`infer_launcher`.
+        backend: the backend of the process group, such as ``"nccl"`` or ``"gloo"``; None is that
+            of the device.
+        timeout: the timeout of collectives, as a timedelta or in seconds.
         seed: see :func:`set_random_seed`; the same on all ranks.
-        diff_rank_seed: seed each rank with the sum of the seed and its rank.
-        deterministic: let torch use deterministic algorithms only, and raise an error
-            where there is none. cuDNN does not try which algorithm is the fastest then.
+        diff_rank_seed: whether to add the rank to the seed of each rank.
+        deterministic: whether torch uses deterministic algorithms only, and raises an error for an
+            operation that has none. cuDNN then does not search for the fastest algorithm.
     """
 
     launcher: Launcher | None = None

@@ -1,4 +1,4 @@
-"""The model, its gradients and the optimizer's state sharded over processes."""
+"""Sharding the model, its gradients and the optimizer's state over processes."""
 
 import logging
 import math
@@ -16,60 +16,57 @@ from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
 from hooktrain.utils.names import locate
 
-# The last ones have ranks that are nearest to each other: they talk in each layer.
+# Ranks of the last dimensions are adjacent, since they communicate in each layer.
 DIMENSIONS = ("replicate", "shard", "context", "tensor")
 
 
 class FSDPStrategy(BaseStrategy):
-    """Each process holds a part of the model, of its gradients and of the optimizer.
+    """Shards the model, its gradients and the optimizer's state over all processes.
 
-    torch's ``fully_shard`` shards the model over all processes; see
-    :func:`hooktrain.model.sharding.shard_model`. Each process has its own batch, as with
-    :class:`DDPStrategy`, and losses are the same. The model keeps its names and is not
-    wrapped, so that its checkpoints fit every other strategy.
+    It uses torch's ``fully_shard``; see :func:`hooktrain.model.sharding.shard_model`. Each process
+    has its own batch, as with :class:`DDPStrategy`, and losses are the same. The model keeps its
+    names and is not wrapped, so its checkpoints fit every other strategy.
 
-    A model on the meta device, or one that ``deferred_init`` builds there, is initialised
-    while it is sharded. Any other must fit the memory of one device until it is sharded.
-    Build optimizers afterwards.
+    A model on the meta device, for example by ``deferred_init``, is initialised while it is
+    sharded. Any other model must fit into the memory of one device until it is sharded. Build
+    optimizers afterwards.
 
-    Beyond data parallelism, ``mesh`` orders the ranks in several dimensions, and
-    ``parallelize`` divides the computation of a batch among those of ``"tensor"`` or
-    ``"context"``. These ranks get the same batches and seeds, so call :meth:`setup`
-    before you build the loaders.
+    Beyond data parallelism, ``mesh`` arranges the ranks in several dimensions, and ``parallelize``
+    divides the computation of a batch among the ranks of ``"tensor"`` or ``"context"``. These get
+    the same batches and seeds, so call :meth:`setup` before you build the loaders.
 
     Args:
-        wrap: the modules whose parameters are brought together one module at a time:
-            classes such as ``{Block}``, or a function of name and module.
-        mp_policy: the precision to compute and to exchange gradients in, such as
+        wrap: the modules whose parameters are gathered one module at a time: classes such as
+            ``{Block}``, or a function of name and module.
+        mp_policy: the precision of the computation and of the exchange of gradients, such as
             ``dict(param_dtype="bfloat16", reduce_dtype="float32")``.
-        offload: keep parameters, gradients and the optimizer's state in the CPU's memory.
-            The process group needs a backend for the CPU then:
-            ``backend="cpu:gloo,cuda:nccl"``.
-        activation_checkpointing: see :class:`BaseStrategy`; True means those of ``wrap``.
+        offload: whether to keep parameters, gradients and the optimizer's state in CPU memory. The
+            process group then also needs a backend for the CPU: ``backend="cpu:gloo,cuda:nccl"``.
+        activation_checkpointing: see :class:`BaseStrategy`; True means the modules of ``wrap``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
-        deferred_init: build the model of a LazyCall or function on the meta device.
-        saves_shards: whether a checkpoint is a folder that each rank writes its part of,
-            or one file as with other strategies. Both are read in either case.
-        mesh: how many ranks there are in the dimensions ``"replicate"``, ``"shard"``,
-            ``"context"`` and ``"tensor"``. ``"shard"`` has those that the others leave.
+        deferred_init: whether to build the model of a LazyCall or function on the meta device.
+        saves_shards: whether a checkpoint is a folder to which each rank writes its shards, or one
+            file as with other strategies. Both can be loaded in either case.
+        mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"``, ``"context"`` and
+            ``"tensor"``. By default ``"shard"`` has all ranks that remain.
             ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
-        parallelize: a function of the model and the mesh, or its dotted name, called
-            before the model is sharded. It changes the model, or returns another, by
-            torch's ``parallelize_module`` over ``mesh["tensor"]``; it may choose what is
-            compiled or computed again. If it calls ``fully_shard`` for the model or
-            modules in it, these are not sharded again.
+        parallelize: a function of the model and the mesh, or its dotted name, called before the
+            model is sharded. It changes the model, or returns another, by torch's
+            ``parallelize_module`` over ``mesh["tensor"]``; it may also compile modules or
+            checkpoint activations. Modules for which it calls ``fully_shard`` are not sharded
+            again.
         kwargs: see :class:`BaseStrategy`.
 
     Attributes:
-        mesh: the ranks by those names, from :meth:`setup` on.
+        mesh: the mesh with these dimensions, from :meth:`setup` on.
 
     Raises:
         TypeError: for an unknown option of ``mp_policy``.
-        AttributeError: for an unknown data type in it.
-        ValueError: in :meth:`setup`, if ``mesh`` has another dimension or is for another
-            number of ranks; in :meth:`wrap_model`, if ``wrap`` or ``parallelize`` does
-            not fit the model.
-        RuntimeError: for a ``mesh`` of ``tensor`` or ``context`` before torch 2.10; in
+        AttributeError: for an unknown data type in ``mp_policy``.
+        ValueError: in :meth:`setup`, if ``mesh`` has an unknown dimension or does not fit the
+            number of ranks; in :meth:`wrap_model`, if ``wrap`` or ``parallelize`` does not fit
+            the model.
+        RuntimeError: for a ``mesh`` with ``tensor`` or ``context`` before torch 2.10; in
             :meth:`wrap_model`, without a process group.
     """
 
@@ -103,8 +100,8 @@ class FSDPStrategy(BaseStrategy):
             and {"tensor", "context"} & self.mesh_sizes.keys()
         ):
             raise RuntimeError(
-                f"mesh={mesh!r} needs torch 2.10 or later, and this is {torch.__version__}: "
-                "it puts a tensor that two dimensions divide together in a wrong order"
+                f"mesh={mesh!r} needs torch 2.10 or later: torch {torch.__version__} gathers "
+                "tensors that two dimensions divide in a wrong order"
             )
         self.parallelize: Any = parallelize
         if isinstance(parallelize, str):
@@ -123,20 +120,20 @@ class FSDPStrategy(BaseStrategy):
         shape = tuple(sizes[name] for name in names)
         if math.prod(sizes.values()) != size or len(names) < len(sizes):
             raise ValueError(
-                f"mesh must have the sizes of {DIMENSIONS}, for {size} processes "
-                f"in all, but it is {self.mesh_sizes}"
+                f"mesh must have sizes of {DIMENSIONS} whose product is {size}, the number of "
+                f"processes, not {self.mesh_sizes}"
             )
         self.mesh = init_device_mesh(
             choose_device(self._wanted_device).type, shape, mesh_dim_names=names
         )
-        # Those who compute a batch together have ranks that follow each other.
+        # The ranks that compute a batch together are adjacent.
         parts = sizes["shard"] * sizes.get("replicate", 1)
         comm.set_data_part(self.rank * parts // size, parts)
-        # It tells each rank that two dimensions take two collectives.
+        # It warns on each rank that two dimensions take two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")
 
     def build_model(self, model: ModelSource) -> nn.Module:
-        """The model, which is built on the meta device if ``deferred_init`` asks for it."""
+        """The model, which is built on the meta device if ``deferred_init`` is set."""
         if not self.deferred_init:
             return super().build_model(model)
         with torch.device("meta"):
@@ -162,11 +159,11 @@ class FSDPStrategy(BaseStrategy):
         return sharding.shard_model(model, mesh=self._data_mesh(), **self.sharding)
 
     def _data_mesh(self) -> DeviceMesh:
-        """The dimensions over which gradients are averaged, and parameters sharded."""
+        """The dimensions over which gradients are averaged and parameters sharded."""
         names = self.mesh.mesh_dim_names or ()
         data = names[: names.index("shard") + 1]
         if "context" not in names:
             return self.mesh[data]
-        # torch has no public names for these.
+        # torch has no public names for these methods.
         shard = self.mesh["shard", "context"]._flatten("shard_context")
         return DeviceMesh._concatenate([*map(self.mesh.__getitem__, data[:-1]), shard])

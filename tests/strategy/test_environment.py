@@ -177,14 +177,14 @@ def test_the_tasks_of_srun_meet_and_a_script_that_never_leaves_ends_without_an_a
     assert [task.returncode for task in tasks] == [0, 0]
 
 
-def connections_of_many(port: str, many: int) -> tuple[str | None, bool]:
+def connections_of_many(port: str, lazy_from: int) -> tuple[str | None, bool]:
     """Join once more; does gloo connect where ranks talk, and may it open all that it can?"""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, (rank, rank, size, size), strict=True))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    joining.MANY = many
+    joining.LAZY_CONNECT_FROM = lazy_from
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, most))
     joining.join_processes("pytorch", "gloo")
@@ -196,8 +196,8 @@ def connections_of_many(port: str, many: int) -> tuple[str | None, bool]:
 
 
 def test_many_ranks_connect_where_they_talk() -> None:
-    few = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 5)
-    many = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 4)
+    few = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 6)
+    many = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 5)
     # tools/benchmark_scale.py connections counts what that saves.
     assert few == [(None, True)] * 5
     assert many == [("1", True)] * 5
