@@ -1,4 +1,4 @@
-"""Saves and loads the model and what resumes beside it."""
+"""Saves and loads the model and the objects that resume with it."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ from hooktrain.utils.tensors import full_tensors
 
 # A launcher ends the other ranks 10 s after one has failed.
 _GIVE_UP_SECONDS = 5.0
-# What a failed run waits for an upload, which may be slow. The disk has the checkpoint already.
+# How long a failed run waits for an upload, which may be slow. The disk has the checkpoint.
 _UPLOAD_SECONDS = 60.0
 
 State = dict[str, Any]
@@ -53,7 +53,7 @@ class Checkpointer:
         save_dir: the folder, made at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default the main process does.
         background: a thread writes a copy of the state while training goes on. The memory of the
-            copy is kept for the next one. The next save or :meth:`wait` raises what failed.
+            copy is kept for the next one. The next save or :meth:`wait` raises its error.
         sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
             ranks see. Any number of ranks loads files and folders, whatever this is.
         store: an address such as ``s3://bucket/run``, where each checkpoint to resume from goes
@@ -132,7 +132,7 @@ class Checkpointer:
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Make and lock the folder, and try what a save would collect.
+        """Make and lock the folder, and check that the states can be saved.
 
         :class:`hooktrain.engine.hooks.PeriodicCheckpointer` calls it before the first step.
 
@@ -183,7 +183,7 @@ class Checkpointer:
 
         Args:
             name: of the file or folder, without its folder and ``.pth``.
-            tag: False leaves the resume point where it is, as for the best model.
+            tag: whether to resume from it. The best model is saved with False.
             on_saved: called with the path when the checkpoint is complete, by one process, and in
                 a thread if it is saved in the background.
             on_full: called with the error of a full disk or a vanished folder, which is not raised
@@ -194,7 +194,7 @@ class Checkpointer:
             ValueError: if ``name`` has a folder.
             TypeError: if something could not be loaded back; the message names its key.
             OSError: if the disk is full or fails. The files are as they were.
-            Exception: what has failed in the background before. Nothing is saved then.
+            Exception: the error of an earlier save in the background. Nothing is saved then.
         """
         self.check_name(name)
         if not self.save_dir:
@@ -271,7 +271,7 @@ class Checkpointer:
             on_full(error)
 
     def wait(self) -> None:
-        """Wait for the save in the background, and raise what has failed there."""
+        """Wait for the save in the background, and raise its error."""
         self._worker.wait()
 
     def finish(self) -> None:
@@ -279,14 +279,14 @@ class Checkpointer:
 
         Raises:
             StoreTakenError: if another process goes on with the run in the store.
-            Exception: what has failed in the background, or in the store.
+            Exception: the error of the save in the background, or of the store.
         """
         self.wait()
         if self._store:
             self._store.finish(self.run_files)
 
     def give_up(self) -> None:
-        """Wait as :meth:`wait` does, but only some seconds where other ranks may have failed.
+        """Wait as :meth:`wait` does, but only some seconds if other ranks may have failed.
 
         An upload has a minute.
         """
@@ -408,10 +408,10 @@ class Checkpointer:
         return {key: state[key] for key in state if key not in {"model", *chosen}}
 
     def _choose_parts(self, path: str, state: State, names: Names) -> dict[str, State]:
-        """Decide what is loaded beside the model, and ask whether that is possible.
+        """Choose the objects to load beside the model, and ask them whether they can be loaded.
 
         Args:
-            path: where the state comes from, for the messages.
+            path: of the checkpoint, for the messages.
             state: the content of a checkpoint.
             names: those of :meth:`load`.
 

@@ -69,7 +69,7 @@ def save_file(state: dict[str, Any], path: AnyPath) -> None:
 
 
 def write_file(state: dict[str, Any], path: AnyPath) -> None:
-    """Write what :func:`storable` has returned; see :func:`save_file`."""
+    """Write a state that :func:`storable` has returned; see :func:`save_file`."""
     crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
     with crc, atomic_write(path) as file:
         try:
@@ -125,7 +125,7 @@ def load_verified(
         path: of the file.
         map_location: the device on which the tensors arrive.
         mapped: whether the tensors stay in the file, whose pages all processes of a machine share.
-            What is written to such a tensor is this process's alone. The file may be replaced or
+            Only this process sees its writes to such a tensor. The file may be replaced or
             deleted meanwhile, as saves do it, but not written to. If a disk fails after the file
             was verified, a signal (SIGBUS) ends the process, so map nothing that a run keeps.
     """
@@ -157,7 +157,7 @@ def reading(path: AnyPath) -> Iterator[None]:
 
 
 def storable(value: Any, name: str = "") -> Any:
-    """Copy a state, and refuse what ``torch.load(weights_only=True)`` would refuse.
+    """Copy a state, and refuse values that ``torch.load(weights_only=True)`` would refuse.
 
     Args:
         value: the state, or a part of it.
@@ -208,7 +208,7 @@ def _is_storable_leaf(value: Any) -> bool:
 
 
 def find_problem(file: IO[bytes]) -> str:
-    """What is wrong with an open file of torch, or "". All checksums in it are compared, if any.
+    """The problem of an open file of torch, or "". All checksums in it are compared, if any.
 
     Args:
         file: at its beginning.
@@ -234,7 +234,7 @@ def find_problem(file: IO[bytes]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The line of torch's long messages that says what happened."""
+    """The line of a long message of torch that tells the reason."""
     _, _, message = str(error).rpartition("WeightsUnpickler error:")
     asked = re.search(r"GLOBAL (\S+)", message)
     if asked:

@@ -72,12 +72,12 @@ class CheckpointFile:
             verify_file(self.path)
 
     def read(self, model: nn.Module | None, map_location: str | torch.device) -> State:
-        """Load what was verified, with the model's state under ``"model"``. Not collective.
+        """Load the verified file, with the model's state under ``"model"``. Not collective.
 
         Args:
-            model: what it copies is mapped from the file and not read into memory before: its own
-                state, and if it is sharded, all of which a rank takes a shard. Everything else is
-                copied here, since who gets it may keep it.
+            model: the model to load. Tensors that are copied into it stay in the mapped file, as do
+                those of which a rank takes a shard. All others are copied into memory, since the
+                object that loads them may keep them.
             map_location: the device on which the tensors arrive.
 
         Raises:
@@ -106,7 +106,7 @@ class CheckpointFolder:
         verify_folder(self.path, part, parts, sizes_only=sizes_only)
 
     def read(self, model: nn.Module | None, map_location: str | torch.device) -> State:
-        """Load what was verified. If the model is sharded, a rank reads its shards only."""
+        """Load the verified folder. If the model is sharded, a rank reads its shards only."""
         from hooktrain.checkpoint.folders import read_folder
 
         return with_model(read_folder(self.path, model, map_location), self.path)
@@ -225,7 +225,8 @@ class IncompatibleKeys(NamedTuple):
     Attributes:
         missing_keys: the names that are in the model, and not in the file.
         unexpected_keys: the names that are in the file, and not in the model.
-        incorrect_shapes: ``(name, shape in the file, shape in the model)`` of what was not loaded.
+        incorrect_shapes: ``(name, shape in the file, shape in the model)`` of other tensors that
+            were not loaded.
     """
 
     missing_keys: list[str]
@@ -256,7 +257,7 @@ def load_checkpoint(
         model: changed in place.
         filename: a path, or an address such as ``https://...``; see :func:`local_path`. All ranks
             must load an address.
-        map_location: where the tensors of the result are.
+        map_location: the device of the tensors in the result.
         strict: whether to raise an error if there is a difference.
         revise_keys: patterns and replacements; see :func:`revise_names`.
         prefix: the name of a module in the saved model, after names were revised. Only the part of
@@ -286,18 +287,18 @@ def load_model_state(
     *,
     same_shapes: bool = False,
 ) -> IncompatibleKeys:
-    """Load what fits by name and shape, and warn with a table of what does not.
+    """Load the tensors that fit by name and shape, and warn with a table of the others.
 
     If every name begins with ``module.``, as in a file of a wrapped model, that is removed.
     Parameters that are still uninitialised (of lazy modules) take the shape in the file. A missing
     name counts as loaded if the model shares its tensor, and that was loaded under another name.
-    Each rank takes its shards of what the model has sharded.
+    Each rank takes its shards of the tensors that the model has sharded.
 
     Args:
         model: changed in place.
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
-        strict: whether to raise an error if there is a difference. As with torch, what fits has
-            been loaded then.
+        strict: whether to raise an error if there is a difference. As with torch, tensors
+            that fit have been loaded then.
         same_shapes: whether to refuse a tensor of another shape, before anything is loaded.
 
     Raises:
@@ -325,7 +326,7 @@ def load_model_state(
             )
         incorrect.append((name, theirs, own))
         del loadable[name]
-    # Only a load shows what fits: a module may rename what its older versions have saved.
+    # Only a load shows which names fit: a module may rename what its older versions have saved.
     result = model.load_state_dict(loadable, strict=False)
     loaded = in_model.keys() - result.missing_keys
     if in_model and not loaded and not strict:
@@ -363,7 +364,7 @@ def _shape(value: Any) -> Any:
 def _table_of(
     found: IncompatibleKeys, loaded: Mapping[str, Any], in_model: Mapping[str, Any]
 ) -> str:
-    """A table of the differences. What is missing or unexpected has one shape only."""
+    """A table of the differences. A missing or unexpected tensor has one shape only."""
     rows: list[Any] = [*found.incorrect_shapes]
     for name in [*found.missing_keys, *found.unexpected_keys]:
         rows.append((name, _shape(loaded.get(name)), _shape(in_model.get(name))))

@@ -28,10 +28,10 @@ from hooktrain.utils.file_io import (
 logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
-# The iteration of the checkpoint that the pointer names, where its name does not tell it.
+# The iteration of the checkpoint that the pointer names, if its name does not tell it.
 _ITERATION = ".last_iteration"
 
-# Files with other names may be anybody's.
+# Files with other names may not belong to a run.
 OF_A_RUN = re.compile(rf"(.+)_([0-9]{{7,}}|final)(\.pth|{MOVED_ASIDE})?")
 # The best model of a run, from which none resumes.
 _BEST_OF_A_RUN = re.compile(rf"(.+_)?best(\.pth|{MOVED_ASIDE})?")
@@ -101,7 +101,7 @@ def names_to_resume(
 
     Args:
         save_dir: the folder.
-        of_a_run: what the names of a run's checkpoints look like: a prefix and a number.
+        of_a_run: the pattern of the names of a run's checkpoints: a prefix and a number.
     """
     pointed = read_pointer(save_dir)
     if pointed:
@@ -179,7 +179,7 @@ def files_to_delete(
 def delete_after_verifying(newest: str, names: Iterable[str]) -> None:
     """Delete older checkpoints, if the one just saved is intact.
 
-    What cannot be deleted is logged.
+    A checkpoint that cannot be deleted is logged.
 
     Args:
         newest: the path of the one just saved, a file or a folder. It is never deleted.
@@ -247,7 +247,7 @@ def archive_folder(folder: AnyPath) -> Path | None:
 
 
 def find_archived(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
-    """Where a checkpoint of a folder is after :func:`archive_folder`.
+    """The path of a checkpoint of a folder after :func:`archive_folder`.
 
     Args:
         checkpoint: its path, as it was before.
@@ -272,7 +272,7 @@ def find_archived(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
 
 
 def saved_value(save_dir: AnyPath, *keys: str) -> Any:
-    """What the newest readable checkpoint of a trainer holds under these keys; None without any."""
+    """The value under these keys in the newest readable checkpoint of a trainer, or None."""
     for name in names_to_resume(save_dir):
         with suppress(OSError, CorruptCheckpointError, LookupError):
             value = read_checkpoint(os.path.join(save_dir, name), "meta")["trainer"]

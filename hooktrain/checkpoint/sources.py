@@ -58,8 +58,8 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     A file is downloaded into torch.hub's folder: from ``http://`` and ``https://`` once, and from
     all other schemes that fsspec knows, such as ``s3://``, again when it has changed there. It
     gets its name in that folder when it is complete and verified: by the digest in its name, if
-    there is one, and by its own checksums, if it is a ``.pth`` file. What was added by
-    :func:`register_scheme` goes first. Anything else is a path, which is not looked at here.
+    there is one, and by its own checksums, if it is a ``.pth`` file. Loaders of
+    :func:`register_scheme` go first. Anything else is a path, which is not looked at here.
     Nothing is deleted: you may empty that folder at any time.
 
     Collective, unless it is a path: one process of each machine fetches, and the others wait.
@@ -69,7 +69,7 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
         alone: this process fetches, whatever the others do.
 
     Raises:
-        ValueError: if it begins with a scheme that nobody knows.
+        ValueError: if its scheme is unknown.
         ImportError: if a package for it is not installed; it says which.
         OSError: on every rank, if the file cannot be downloaded, or ends too early.
         CorruptCheckpointError: on every rank, if it is broken, or does not have the digest that
@@ -96,7 +96,7 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
 
 
 def _download(address: str) -> str:
-    """Download a file, or find what was downloaded before."""
+    """Download a file, or find an earlier download."""
     name, version = _identify(address)
     folder = Path(torch.hub.get_dir(), "checkpoints")
     expected = _DIGEST.search(name)

@@ -245,4 +245,5 @@ def test_three_ranks_resume_bit_for_bit(
     run_ranks(kind, 3, tmp_path / "resumed", broken_off_at)
     resumed = run_ranks(kind, 3, tmp_path / "resumed", 4)
     assert resumed[0][0] == broken_off_at
-    assert_equal(resumed[0][1], whole[0][1])  # batch norms of other ranks have their own
+    # Batch norms of other ranks have their own.
+    assert_equal(resumed[0][1], whole[0][1])
