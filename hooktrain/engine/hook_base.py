@@ -39,7 +39,7 @@ class HookBase:
         hook.after_train()
 
     At each event the hooks run in the order of their phases, and within a phase in the order of
-    their registration, unless one has another ``order``:
+    their registration:
 
     - ``"time"``: timers;
     - ``"update"``: schedules, averages of the weights, statistics of batch norm;
@@ -58,7 +58,6 @@ class HookBase:
         trainer: a weak proxy of the trainer. ``register_hooks`` sets it. A copy of the hook has
             none.
         phase: one of the names above.
-        order: the place within the phase: hooks with a smaller number run first.
         key: the hook's name in checkpoints; None takes the name of its class.
         on_every_rank: whether all ranks have the hook. It is known from ``before_train`` on.
         needs_every_rank: whether the hook calls collectives. A run refuses such a hook if only
@@ -67,7 +66,8 @@ class HookBase:
 
     trainer: "ModelTrainer" = cast(Any, None)
     phase: str = "run"
-    order: int = 50
+    # The place within the phase: a smaller number comes first. compat/mmengine has priorities.
+    _order: int = 50
     key: str | None = None
     on_every_rank: bool = True
     needs_every_rank: bool = False

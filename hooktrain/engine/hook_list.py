@@ -43,7 +43,7 @@ def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
 
 
 def _place(hook: HookBase) -> tuple[int, int]:
-    return PHASES.index(hook.phase), hook.order
+    return PHASES.index(hook.phase), hook._order
 
 
 def place_beside(

@@ -132,16 +132,15 @@ class Hook(HookBase, DatasetEvaluator):
     @cached_property
     def phase(self) -> str:  # type: ignore[override]
         """The phase of the priority; see :class:`hooktrain.engine.HookBase`."""
-        if self.order < PRIORITIES["NORMAL"]:
+        if self._order < PRIORITIES["NORMAL"]:
             return "update"
-        return "run" if self.order < PRIORITIES["VERY_LOW"] else "end"
+        return "run" if self._order < PRIORITIES["VERY_LOW"] else "end"
 
     @cached_property
-    def order(self) -> int:  # type: ignore[override]
+    def _order(self) -> int:  # type: ignore[override]
         """The number of the priority."""
-        priority = getattr(
-            self.priority, "value", self.priority
-        )  # mmengine has an enum
+        # mmengine has an enum too.
+        priority = getattr(self.priority, "value", self.priority)
         number = PRIORITIES.get(str(priority).upper(), priority)
         if not isinstance(number, int):
             raise ValueError(

@@ -23,7 +23,7 @@ class LRScheduler(hooks.LRScheduler):
     """
 
     phase = "run"
-    order = PRIORITIES["LOW"]
+    _order = PRIORITIES["LOW"]
 
     def before_step(self) -> None:
         """Record the rates of this iteration: by the end of it hooks may have changed them."""
