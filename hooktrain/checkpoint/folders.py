@@ -373,9 +373,10 @@ def _container(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """
     container = _Container()
     # Its memory is neither filled nor read, so it takes no pages.
-    storage = torch.UntypedStorage(shape.numel() * dtype.itemsize)
+    storage = torch.UntypedStorage(shape.numel() * dtype.itemsize, device="cpu")
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)
     with torch.serialization.skip_data():
-        torch.save(torch.empty(0, dtype=dtype).set_(storage).view(shape), container)
+        torch.save(tensor, container)
     content = container.getvalue()
     padding = bytes(-(len(content) + storage.nbytes()) % _ALIGNMENT)
     return content[: container.position], content[container.position :] + padding
@@ -400,9 +401,8 @@ def _index_of(
     metadata = Metadata({}, storage_data={})
     for name, tensor in tensors.items():
         parts = [written[name] for written in everywhere if name in written]
-        boxes = torch.tensor([box for box, _ in parts], dtype=torch.int64)
-        boxes = boxes.view(len(parts), 2, tensor.ndim)
-        index[name] = (boxes, torch.tensor([place for _, place in parts]))
+        boxes = _table([box for box, _ in parts]).view(len(parts), 2, tensor.ndim)
+        index[name] = (boxes, _table([place for _, place in parts]))
         _overlap(name, index[name], torch.empty(tensor.shape, device="meta"))
         chunks = []
         for (offsets, sizes), (rank, begin, length, _) in parts:
@@ -438,10 +438,12 @@ def _read_tensors(tensors: dict[str, Tensor], folder: Path, old: Any) -> None:
         except RuntimeError:  # some file systems cannot map
             return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
 
-    index = manifest["tensors"] if old is None else _old_index(old, files)
     for name, tensor in tensors.items():
+        tables = (
+            manifest["tensors"][name] if old is None else _old_tables(old[name], files)
+        )
         local = local_tensor(tensor)
-        parts = _overlap(name, index[name], tensor)
+        parts = _overlap(name, tables, tensor)
         for place, sizes, extent, in_local, in_part in parts:
             file, begin, length, position = place
             if position >= 0:
@@ -464,15 +466,15 @@ def _load_container(content: Tensor) -> Tensor:
     return part
 
 
-def _old_index(old: dict[str, Any], files: list[str]) -> Index:
-    """The index of a folder of an earlier version, whose numbers are read from containers."""
-    index = {}
-    for name, parts in old.items():
-        boxes = [(offsets, sizes) for offsets, sizes, *_ in parts]
-        places = [(files.index(file), *place, -1) for _, _, file, *place in parts]
-        table = torch.tensor(boxes, dtype=torch.int64)
-        index[name] = (table, torch.tensor(places))
-    return index
+def _old_tables(parts: list[Any], files: list[str]) -> tuple[Tensor, Tensor]:
+    """The tables of a tensor in a folder of an earlier version, read from containers."""
+    boxes = [(offsets, sizes) for offsets, sizes, *_ in parts]
+    places = [(files.index(file), *place, -1) for _, _, file, *place in parts]
+    return _table(boxes), _table(places)
+
+
+def _table(rows: Any) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def _overlap(
@@ -495,7 +497,7 @@ def _overlap(
     """
     boxes, places = tables
     offsets, sizes = boxes.unbind(1)
-    origin, shape = torch.tensor(local_box(tensor), dtype=torch.int64)
+    origin, shape = _table(local_box(tensor))
     low = offsets.maximum(origin)
     high = (offsets + sizes).minimum(origin + shape)
     some = (low < high).all(1)

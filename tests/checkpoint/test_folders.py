@@ -82,6 +82,17 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert not is_folder(tmp_path)
 
 
+def test_a_folder_is_saved_and_read_whatever_the_default_device_is(
+    tmp_path: Path,
+) -> None:
+    state = state_of(1)
+    folders._container.cache_clear()
+    with torch.device("meta"):
+        save_folder(state, tmp_path / "a")
+        found = read_checkpoint(str(tmp_path / "a"))
+    assert_equal(found, state)
+
+
 def test_a_folder_on_a_file_system_that_cannot_map_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
