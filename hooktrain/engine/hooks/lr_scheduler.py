@@ -12,6 +12,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import find_result, tell_without_evaluation
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import scheduled
+from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,8 @@ class LRScheduler(HookBase):
                 f"{scheduler!r} counts epochs, and the loader has no length: "
                 "set trainer.epoch_length, or by_epoch=False"
             )
-        self._steps.append((period, scheduler))
+        # An epoch may get another length in the run.
+        self._steps.append((Period("1 epoch" if by_epoch else 1), scheduler))
         return period
 
     def _refuse_twice(self) -> None:
@@ -218,7 +220,7 @@ class LRScheduler(HookBase):
             )
         self._record_rates()
         for period, schedule in self._steps:
-            if self.trainer.done % period == 0:
+            if period.is_due(self.trainer):
                 schedule.step()
         if self._to_watch:
             self._to_watch -= 1

@@ -325,6 +325,21 @@ def test_a_warm_up_and_a_fall_are_no_mistakes(caplog: pytest.LogCaptureFixture) 
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == []
 
 
+def test_a_schedule_of_epochs_follows_another_loader() -> None:
+    trainer = linear_trainer()  # of four batches
+
+    def change(trainer: Any) -> None:
+        if trainer.iter == 8:
+            trainer.data_loader = batches(2)
+
+    schedule = StepLR(trainer.optimizer, 1, gamma=0.5)
+    hook = LRScheduler(scheduler=schedule, by_epoch=True)
+    trainer.register_hooks([hook, CallbackHook(before_step=change)])
+    trainer.train(0, 12)
+    expected = [0.1] * 4 + [0.05] * 4 + [0.025] * 2 + [0.0125] * 2
+    assert recorded(trainer) == pytest.approx(expected)
+
+
 def test_epochs_without_a_length_are_refused_before_the_first_step() -> None:
     trainer = linear_trainer()
     trainer.data_loader = (batch for batch in batches(4))  # no length
