@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from hooktrain.data.loader import TrainLoader
-from hooktrain.data.samplers import is_undivided
+from hooktrain.data.samplers import is_undivided, knows_ranks
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
 from hooktrain.utils.workers import start_workers
@@ -33,8 +33,8 @@ SAME_BATCHES = (
     "torch.utils.data.get_worker_info()"
 )
 EQUAL_RANKS = (
-    "The DataLoader reads all of its data set on each rank: build_train_loader() divides it among "
-    "the ranks, or give the DataLoader a DistributedSampler"
+    "%s gives each rank all of the data, since it knows of no ranks: build_train_loader() divides "
+    "it, or take a DistributedSampler"
 )
 EQUAL_WORKERS = (
     "Each worker has a copy of the generator %s.%s and draws the same numbers: draw from "
@@ -190,12 +190,16 @@ def warn_of_equal_samples(loader: Iterable[Any]) -> None:
     Args:
         loader: the loader of the training, on each rank.
     """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owner = loader if batch_sampler is None else batch_sampler
-    sampler = getattr(owner, "sampler", None)
     is_torchs = isinstance(loader, DataLoader)
-    if is_torchs and is_undivided(sampler) and comm.data_parallel_size() > 1:
-        logger.warning(EQUAL_RANKS)
+    if comm.data_parallel_size() > 1 and isinstance(loader, DataLoader | TrainLoader):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        owner = loader if batch_sampler is None else batch_sampler
+        sampler = getattr(owner, "sampler", None)
+        is_divided = is_undivided(sampler) and not is_torchs  # by TrainLoader
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        may_repeat = isinstance(sampler, Sampler) and not (is_divided or is_stream)
+        if may_repeat and not knows_ranks(sampler):
+            logger.warning(EQUAL_RANKS, type(sampler).__name__)
     options = vars(loader) if is_torchs else getattr(loader, "options", {})
     if options.get("num_workers", 0) < 2 or options.get("worker_init_fn"):
         return

@@ -5,6 +5,7 @@ and the epoch's number. All ranks see the same stream and take turns in it. So w
 batch does not depend on the number of ranks or workers, and skipping to a position is arithmetic.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler
 
 from hooktrain.utils import comm
-from hooktrain.utils.names import check_count
+from hooktrain.utils.names import check_count, names_used
 
+_OF_RANKS = re.compile("rank|replica|shard|world|process")
 # A permutation takes 8 bytes a sample. Above this size the order is computed place by place.
 LARGEST_PERMUTATION = 2**24
 # Indices become Python's numbers, which take five times the memory, so many at a time.
@@ -35,6 +37,13 @@ def is_undivided(sampler: Any) -> bool:
     """Whether it gives all indices on each rank: one of torch's samplers of a single process."""
     order = getattr(type(sampler), "__iter__", None)
     return getattr(order, "__module__", "") == RandomSampler.__module__
+
+
+def knows_ranks(sampler: Any) -> bool:
+    """Whether names in it are of ranks, as in ``DistributedSampler``, which divides the data."""
+    order = getattr(type(sampler), "__iter__", None)
+    names = (*vars(sampler), *names_used(order))
+    return any(_OF_RANKS.search(name) for name in names)
 
 
 class StreamSampler(Sampler[int]):

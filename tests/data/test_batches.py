@@ -19,6 +19,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     SequentialSampler,
     get_worker_info,
 )
@@ -248,6 +249,16 @@ def told_of_equal_samples(*loaders: Any) -> list[list[str]]:
     return counts
 
 
+class Backwards(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7, -1, -1))
+
+
+class BackwardsByRank(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7 - comm.get_rank(), -1, -comm.get_world_size()))
+
+
 def told_of_ranks() -> list[list[str]]:
     data: Any = range(8)
     divided = DistributedSampler(data, comm.get_world_size(), comm.get_rank())
@@ -257,20 +268,26 @@ def told_of_ranks() -> list[list[str]]:
         DataLoader(data, shuffle=True),
         DataLoader(data, batch_size=None),
         DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, True)),
+        DataLoader(data, sampler=Backwards()),
+        build_train_loader(data, total_batch_size=2, sampler=Backwards()),
+        # These are right.
         DataLoader(data, sampler=divided),
+        DataLoader(data, sampler=BackwardsByRank()),
+        DataLoader(data, sampler=[0, 1]),
         DataLoader(data, batch_sampler=batches),
         DataLoader(data, batch_sampler=[[0, 1], [2]]),
         DataLoader(Numbers()),
         build_train_loader(data, total_batch_size=2),
+        build_train_loader(data, total_batch_size=2, sampler=SequentialSampler(data)),
+        build_train_loader(data, total_batch_size=2, sampler=divided),
         [[0], [1]],
     )
 
 
-def test_a_plain_loader_on_several_ranks_is_told() -> None:
+def test_ranks_that_read_the_same_are_told() -> None:
     for told in run_ranks(told_of_ranks, 2):
-        assert ["on each rank" in "".join(each) for each in told] == [True] * 4 + [
-            False
-        ] * 6
+        are_told = ["DistributedSampler" in "".join(each) for each in told]
+        assert are_told == [True] * 6 + [False] * 10
     assert not any(told_of_ranks())
 
 
