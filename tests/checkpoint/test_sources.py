@@ -62,7 +62,7 @@ def fetch_with_four_ranks_on_two_machines(folder: Path) -> Any:
         if "broken" in address and machine == 1:
             raise ConnectionError("the cable is cut")
         path = folder / f"machine{machine}.pth"
-        path.write_bytes(weights(machine))
+        path.write_bytes(weights(5))
         (folder / f"fetched-by-{comm.get_rank()}").touch()
         return path
 
@@ -71,12 +71,15 @@ def fetch_with_four_ranks_on_two_machines(folder: Path) -> Any:
     Checkpointer(model).load("test://good")
     with pytest.raises(ConnectionError) as caught:
         local_path("test://broken")
-    return model.weight.item(), str(caught.value)
+    name = Path(local_path("test://good")).name
+    return model.weight.item(), name, str(caught.value)
 
 
 def test_one_process_of_each_machine_fetches(tmp_path: Path) -> None:
     results = run_ranks(fetch_with_four_ranks_on_two_machines, 4, tmp_path)
-    assert results == [(machine, "the cable is cut") for machine in (0, 0, 1, 1)]
+    assert results == [
+        (5.0, f"machine{machine}.pth", "the cable is cut") for machine in (0, 0, 1, 1)
+    ]
     fetched = sorted(path.name for path in tmp_path.glob("fetched-*"))
     assert fetched == ["fetched-by-0", "fetched-by-2"]
 
