@@ -278,7 +278,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(
 def test_an_optimizer_that_is_built_already_is_refused(tmp_path: Path) -> None:
     cfg = digits(tmp_path)
     cfg.optimizer = sgd(nn.Linear(1, 1))
-    with pytest.raises(TypeError, match=r"cfg\.optimizer must be a LazyCall"):
+    with pytest.raises(TypeError, match=r"cfg\.optimizer.*SGD"):
         build_trainer(cfg)
 
 

@@ -103,7 +103,7 @@ class EMA(HookBase):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; a sharded model takes whole tensors too."""
+        """Load a state of :meth:`state_dict`; a sharded model takes whole tensors too."""
         load_model_state(self.average, state_dict, strict=True)
 
 
@@ -175,7 +175,7 @@ class PreciseBN(HookBase):
         self._batches.check_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load a state of :meth:`state_dict`."""
         self._batches.load_state_dict(state_dict)
 
 

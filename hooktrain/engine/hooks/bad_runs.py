@@ -233,13 +233,13 @@ class Watchdog(HookBase):
         os._exit(EXIT_HUNG)  # Python's own exit would wait for the thread that hangs
 
 
-def report_hang(what: str, stacks: str, seconds: float) -> None:
+def report_hang(symptom: str, stacks: str, seconds: float) -> None:
     """Print where this rank hangs, unless another rank that hangs there has printed it.
 
     Ranks exchange their places over the store of the process group, which needs no collective.
 
     Args:
-        what: the predicate of the message about this rank, such as "has made no progress".
+        symptom: the end of "rank 3 ...", such as "has made no progress".
         stacks: the stacks of its threads, by ``faulthandler``; the last one is the main thread.
         seconds: how long to wait for other ranks that hang.
     """
@@ -255,7 +255,9 @@ def report_hang(what: str, stacks: str, seconds: float) -> None:
     time.sleep(seconds)
     here = list(map(int, store.get(place).split()))  # in the order of their reports
     others = sorted(set(range(size)).difference(here))
-    text = f"Watchdog: rank {rank} {what}, as do {here[:50]}, not here: {others[:50]}"
+    text = (
+        f"Watchdog: rank {rank} {symptom}, as do {here[:50]}, not here: {others[:50]}"
+    )
     if here[0] == rank:
         # One call, since other ranks may write to the same file at the same time.
         text += f". Its collectives: {record}"

@@ -72,5 +72,5 @@ class TorchProfiler(HookBase):
             profiler.stop()
 
     def after_train(self) -> None:
-        """Stop the profiler if a step failed while it was running."""
+        """Stop the profiler if a step failed while it ran."""
         self.after_step()

@@ -262,7 +262,7 @@ def test_a_loss_that_stays_high_ends_the_run() -> None:
 
 
 def test_an_impossible_ratio_or_step_for_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_ratio must be above 1: 1"):
+    with pytest.raises(ValueError, match=r"max_ratio.*: 1"):
         hooks.SkipNonFinite(max_ratio=1)
     model = Two()
     wrappers = OptimWrapperDict(
