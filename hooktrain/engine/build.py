@@ -85,15 +85,11 @@ def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
 
     Raises:
         ValueError: for a misspelt key; see :func:`hooktrain.engine.settings.check_settings`.
-        TypeError: if ``train.strategy`` is an object, which the other settings could not change.
+        TypeError: if ``train.strategy`` is already built, so that settings cannot change it.
         ImportError: for an unknown strategy or wrapper.
     """
     check_settings(cfg)
     train = cfg.train
-    if isinstance(train.strategy, BaseStrategy):
-        raise TypeError(
-            f"train.strategy must be a name or a LazyCall, not {train.strategy!r}"
-        )
     strategy = build_strategy(
         train.strategy,
         ddp=train.ddp,

@@ -112,16 +112,12 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     Raises:
         RuntimeError: if another run is using the output folder.
-        ValueError: for keys of detectron2's older configurations, or an output folder that
-            is an address such as ``s3://...``.
+        KeyError: for a configuration without ``train``, such as detectron2's older ones, which
+            ``default_setup`` of ``hooktrain.compat.detectron2`` takes.
+        ValueError: for an output folder that is an address such as ``s3://...``.
         OSError: if the folder cannot be written to.
     """
-    if "OUTPUT_DIR" in cfg:
-        raise ValueError(
-            "OUTPUT_DIR would be ignored: use train.output_dir, or default_setup of "
-            "hooktrain.compat.detectron2"
-        )
-    train = cfg.get("train", {})
+    train = cfg["train"]
     eval_only = getattr(args, "eval_only", False)
     goes_on = getattr(args, "resume", False) or restart_count() > 0
     resumes = goes_on or eval_only

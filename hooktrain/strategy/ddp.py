@@ -121,7 +121,7 @@ class DDPStrategy(BaseStrategy):
 
 
 def build_strategy(
-    strategy: str | BaseStrategy | Mapping[str, Any] = "auto",
+    strategy: str | Mapping[str, Any] = "auto",
     *,
     ddp: Mapping[str, Any] | None = None,
     **defaults: Any,
@@ -136,16 +136,14 @@ def build_strategy(
     Args:
         strategy: ``"auto"``, which is :class:`SingleDeviceStrategy` for a single process and
             :class:`DDPStrategy` for several; the name of a class of this package, or another
-            dotted name; a ``LazyCall``; or a strategy, which is returned.
+            dotted name; or a ``LazyCall``.
         ddp: an argument for a :class:`DDPStrategy` only.
         defaults: arguments, which those of a ``LazyCall`` override.
 
     Raises:
         ImportError: for an unknown name; the message suggests the nearest.
-        TypeError: for another object or an unknown argument.
+        TypeError: for a strategy that is already built, another object or an unknown argument.
     """
-    if isinstance(strategy, BaseStrategy):
-        return strategy
     if strategy == "auto":
         # One configuration then serves any number of processes.
         single = count_processes() == 1

@@ -561,6 +561,6 @@ def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     assert saved["discriminator"]["inner_count"] == 12
 
 
-def test_yacs_keys_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="OUTPUT_DIR"):
+def test_a_tree_without_the_settings_of_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="train"):
         default_setup({"OUTPUT_DIR": str(tmp_path)}, Namespace())

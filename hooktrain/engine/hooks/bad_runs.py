@@ -50,7 +50,7 @@ class SkipNonFinite(HookBase):
 
     The skips by which a float16 scaler finds its scale count here too.
 
-    Each iteration costs a host-device synchronisation and the largest gradient; with
+    Each iteration costs the maximum of the gradients and a host-device synchronisation; with
     ``max_ratio`` the ranks also exchange a number.
 
     Args:
