@@ -124,18 +124,13 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
     """
     bare = unwrap_model(model)
     described = cfg.optimizer
-    if not isinstance(described, Mapping):
-        raise TypeError(
-            "cfg.optimizer must be a LazyCall of an optimizer, since its model is built "
-            f"later, not {described!r}"
-        )
-    if "_target_" in described:
-        optimizer = _instantiate_for(described, bare)
-    else:
-        optimizer = {
+    if isinstance(described, Mapping) and "_target_" not in described:
+        optimizer: Any = {
             name: _instantiate_for(each, bare.get_submodule(name))
             for name, each in described.items()
         }
+    else:
+        optimizer = _instantiate_for(described, bare)
     train = cfg.train
     options = {
         "accumulative_counts": train.accumulative_counts,
@@ -148,8 +143,13 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
     return as_optim_wrapper(optimizer, wrap)
 
 
-def _instantiate_for(described: Mapping[str, Any], model: nn.Module) -> Any:
+def _instantiate_for(described: Any, model: nn.Module) -> Any:
     """Build the optimizer of a model; the model is put into a copy of the configuration."""
+    if not isinstance(described, Mapping):
+        raise TypeError(
+            "cfg.optimizer must be a LazyCall of an optimizer, or a dict of these, since "
+            f"the model is built before it, not {described!r}"
+        )
     if "params" not in described:
         return instantiate({**described, "model": model})
     params = described["params"]

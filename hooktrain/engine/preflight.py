@@ -67,8 +67,11 @@ def warn_of_lost_calls(trainer: Any) -> None:
     Args:
         trainer: a trainer with a model, in a run.
     """
-    users = (hook for hook in trainer.hooks if names_used(hook.after_backward))
-    waiting = [type(hook).__qualname__ for hook in users]
+    waiting = [
+        type(hook).__qualname__
+        for hook in trainer.hooks
+        if names_used(hook.after_backward)
+    ]
     if waiting and not trainer._has_backward:
         logger.warning(
             "run_step does not call self.after_backward(), which %s may need", waiting

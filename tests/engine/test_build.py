@@ -276,10 +276,12 @@ def test_an_unknown_key_is_refused_with_the_nearest(
 
 
 def test_an_optimizer_that_is_built_already_is_refused(tmp_path: Path) -> None:
-    cfg = digits(tmp_path)
-    cfg.optimizer = sgd(nn.Linear(1, 1))
-    with pytest.raises(TypeError, match=r"cfg\.optimizer.*SGD"):
-        build_trainer(cfg)
+    built = sgd(nn.Linear(1, 1))
+    for optimizer in (built, {"head": built}):
+        cfg = digits(tmp_path)
+        cfg.optimizer = optimizer
+        with pytest.raises(TypeError, match=r"cfg\.optimizer.*SGD"):
+            build_trainer(cfg)
 
 
 def test_a_trainer_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ class Watchdog(HookBase):
         self._limit_s = max(first_s, timeout_s)
 
     def before_train(self) -> None:
-        """Begin to watch."""
+        """Start the thread that watches."""
         timer.beat()
         self._end = threading.Event()
         self._thread = threading.Thread(
@@ -198,17 +198,13 @@ class Watchdog(HookBase):
         )
         self._thread.start()
 
-    def before_step(self) -> None:
-        """Progress: an iteration begins."""
-        timer.beat()
-
     def after_step(self) -> None:
-        """Progress: an iteration ends."""
+        """Record the progress; from now on the limit is that of later iterations."""
         timer.beat()
         self._limit_s = self.timeout_s
 
     def after_train(self) -> None:
-        """Stop watching."""
+        """End the thread."""
         self._end.set()
         self._thread.join()
 
