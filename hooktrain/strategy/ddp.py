@@ -142,7 +142,7 @@ def build_strategy(
 
     Raises:
         ImportError: for an unknown name; the message suggests the nearest.
-        TypeError: for a strategy that is already built, another object or an unknown argument.
+        TypeError: for any other object, such as a built strategy, or an unknown argument.
     """
     if strategy == "auto":
         # One configuration then serves any number of processes.
