@@ -77,15 +77,10 @@ def _built(value: Any, path: tuple[Any, ...]) -> Any:
             "add its arguments in parentheses"
         )
     if kind in (list, tuple):
-        items = []
-        for index, item in enumerate(value):
-            items.append(_built(item, (*path, index)))
-        return kind(items)
+        return kind(_built(item, (*path, i)) for i, item in enumerate(value))
     if kind not in (dict, ConfigDict):
         return value
-    kwargs = {}
-    for key, item in value.items():
-        kwargs[key] = _built(item, (*path, key))
+    kwargs = {key: _built(item, (*path, key)) for key, item in value.items()}
     if "_target_" not in kwargs:
         return kwargs
     target = kwargs.pop("_target_")

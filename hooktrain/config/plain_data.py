@@ -40,11 +40,8 @@ def to_data(value: Any) -> Any:
     if kind is partial:
         return _call_data(partial, value.func, *value.args, **value.keywords)
     if is_dataclass(value) and not isinstance(value, type):
-        items = {}
-        for field in fields(value):
-            if field.init:
-                items[field.name] = getattr(value, field.name)
-        return _call_data(kind, **items)
+        names = [field.name for field in fields(value) if field.init]
+        return _call_data(kind, **{name: getattr(value, name) for name in names})
     if isinstance(value, Enum | range | PurePath | torch.device):
         # As for pickle, a function and its arguments make the value.
         reduced: Any = value.__reduce_ex__(2)

@@ -8,7 +8,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hooktrain.config import instantiate
 from hooktrain.model import init_weights_once
@@ -30,6 +29,8 @@ Compile: TypeAlias = bool | WrapRule | Mapping[str, Any]
 # A model, a LazyCall of it, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 
+# The names of buffers of norms that only evaluations read.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # The extra memory of a broadcast, as in DistributedDataParallel.
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -289,7 +290,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 def warn_of_own_buffers(model: nn.Module) -> None:
     """Warn of buffers that differ between the ranks. A collective.
 
-    A checkpoint has those of the main process. Statistics of batch norm are left out, since no
+    A checkpoint has those of the main process. Running statistics of norms are left out, since no
     training step reads them, and so are sharded and sparse buffers.
     """
     # DistributedDataParallel may send the first rank's buffers before each forward pass.
@@ -298,15 +299,12 @@ def warn_of_own_buffers(model: nn.Module) -> None:
     bare = unwrap_model(model)
     saved = bare.state_dict()
     checksums = {}
-    for path, module in bare.named_modules():
-        if isinstance(module, _BatchNorm):
-            continue
-        for name, buffer in module.named_buffers(path, recurse=False):
-            is_whole = buffer.layout is torch.strided and not is_sharded(buffer)
-            if name in saved and is_whole:
-                # Host-device synchronisation.
-                numbers = buffer.cpu().flatten().view(torch.uint8).numpy()
-                checksums[name] = crc32(numbers)
+    for name, buffer in bare.named_buffers():
+        is_whole = buffer.layout is torch.strided and not is_sharded(buffer)
+        if name in saved and is_whole and not name.endswith(_STATISTICS):
+            # Host-device synchronisation.
+            numbers: Any = buffer.cpu().flatten().view(torch.uint8).numpy()
+            checksums[name] = crc32(numbers)
     ranks = comm.all_gather(checksums)
     different = [name for name in checksums if len({of[name] for of in ranks}) > 1]
     if different:

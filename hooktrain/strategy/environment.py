@@ -125,18 +125,18 @@ def find_address(launcher: Launcher, info: RankInfo) -> tuple[str, int]:
     Raises:
         ValueError: if the host of rank 0 is unknown.
     """
-    address = os.environ.get("MASTER_ADDR")
     port = int(os.environ.get("MASTER_PORT", "29500"))
-    if address is None and info.world_size == info.local_world_size:
-        address = "127.0.0.1"
-    elif address is None and launcher == "slurm" and shutil.which("scontrol"):
+    if "MASTER_ADDR" in os.environ:
+        return os.environ["MASTER_ADDR"], port
+    if info.world_size == info.local_world_size:
+        return "127.0.0.1", port
+    if launcher == "slurm" and shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]]
-        address = subprocess.check_output(command, text=True, timeout=60).split()[0]
-    elif address is None:
-        raise ValueError(
-            "set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1"
-        )
-    return address, port
+        first, *_ = subprocess.check_output(command, text=True, timeout=60).split()
+        return first, port
+    raise ValueError(
+        "set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1"
+    )
 
 
 def count_processes(launcher: Launcher | None = None) -> int:

@@ -54,11 +54,10 @@ def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
     """
     if isinstance(given, kind | str):
         raise TypeError(f"{what} must be a list: [{given!r}]")
-    items = []
-    for item in given:
+    items = list(given)
+    for item in items:
         if not isinstance(item, kind | None):
             raise TypeError(f"{what} must be {kind.__name__} objects: {item!r}")
-        items.append(item)
     return items
 
 
