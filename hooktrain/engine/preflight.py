@@ -46,19 +46,19 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
 
 
 def set_modes(model: nn.Module) -> None:
-    """Put a model into training mode if all of it is in evaluation mode, else leave its modes."""
+    """Put a model into training mode, unless some of its modules are in training mode already."""
     modules = unwrap_model(model).modules()
     if not any(each.training for each in modules if not is_model_wrapper(each)):
         model.train()
 
 
 def log_modes(model: nn.Module) -> None:
-    """Name the layers of a model that stay in evaluation mode, if it is in training mode."""
+    """Log the layers of a model in training mode that stay in evaluation mode."""
     named = unwrap_model(model).named_modules()
     names = [name for name, module in named if not module.training]
     outer = [name for name in names if name.rpartition(".")[0] not in names]
     if outer and model.training:
-        logger.info("These layers are in evaluation mode, and stay so: %s", outer[:10])
+        logger.info("Layers that stay in evaluation mode: %s", outer[:10])
 
 
 def warn_of_lost_calls(trainer: Any) -> None:
