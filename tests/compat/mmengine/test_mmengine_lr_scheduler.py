@@ -24,6 +24,7 @@ from hooktrain.compat.mmengine import (
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from hooktrain.solver import LinearParamScheduler, OptimWrapper, OptimWrapperDict
+from processes import run_program
 from scheduler_toys import theirs
 from toys import LinearLoss, Two, linear_trainer, sgd
 
@@ -254,6 +255,109 @@ def test_schedulers_that_only_mmengine_has_give_its_values(
         optimizer.step()
         scheduler.step()
     assert recorded(trainer) == expected
+
+
+PLATEAU = """
+import sys
+import warnings
+
+warnings.simplefilter("ignore")
+sys.modules["torchvision"] = sys.modules["transformers"] = None
+import torch
+from mmengine.evaluator import BaseMetric as TheirMetric
+from mmengine.hooks import Hook as TheirHook
+from mmengine.model import BaseModel as TheirModel
+from mmengine.runner import Runner
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hooktrain.compat import mmengine as ours
+from hooktrain.engine.hooks import EvalHook
+
+VALUES = [0.5, 0.5, 0.5, 0.6, 0.6, 0.6, 0.6]
+data = DataLoader([(torch.ones(1), torch.ones(1))] * 4, batch_size=2)
+schedules = [
+    dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater", factor=0.5, patience=1),
+    dict(type="StepLR", step_size=2, gamma=0.25),
+]
+
+
+def model_of(base):
+    class Model(base):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, img, label, mode="tensor"):
+            feat = self.linear(img)
+            if mode != "loss":
+                return feat
+            # A metric of the training that has the name of the result.
+            return {"loss": (feat - label).square(), "acc": torch.tensor(9.0)}
+
+    return Model()
+
+
+def noting(library_hook, rates):
+    class Noting(library_hook):
+        def after_train_iter(self, runner, *args, **kwargs):
+            rates.append(runner.optim_wrapper.get_lr()["lr"][0])
+
+    return Noting()
+
+
+class Metric(TheirMetric):
+    values = iter(VALUES)
+
+    def process(self, data_batch, data_samples):
+        self.results.append(1)
+
+    def compute_metrics(self, results):
+        return {"acc": next(self.values)}
+
+
+theirs = []
+runner = Runner(
+    model=model_of(TheirModel),
+    work_dir="work_dir",
+    train_dataloader=data,
+    val_dataloader=data,
+    val_evaluator=[Metric()],
+    val_cfg={},
+    train_cfg=dict(by_epoch=True, max_epochs=len(VALUES)),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+    param_scheduler=[dict(each) for each in schedules],
+    custom_hooks=[noting(TheirHook, theirs)],
+)
+runner.train()
+
+rates, values = [], iter(VALUES)
+model = model_of(ours.BaseModel)
+wrapper = ours.build_optim_wrapper(model, dict(optimizer=dict(type="SGD", lr=0.1)))
+trainer = ours.StepTrainer(model, data, wrapper)
+known = dict(max_epochs=len(VALUES), epoch_length=len(data))
+built = ours.build_param_scheduler(schedules, wrapper, known)
+trainer.register_hooks(
+    [
+        noting(ours.Hook, rates),
+        ours.LRScheduler(scheduler=built),
+        EvalHook("1 epoch", lambda: {"acc": next(values)}),
+    ]
+)
+trainer.train(max_epochs=len(VALUES))
+assert rates == theirs, (rates, theirs)
+assert len(set(rates)) == 5, rates
+for mine, other in zip(model.parameters(), runner.model.parameters(), strict=True):
+    assert torch.equal(mine, other)
+"""
+
+
+def test_a_plateau_reduces_where_it_does_in_mmengine(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PLATEAU)
+    done = run_program(script, folder=tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 # What is refused
