@@ -25,7 +25,14 @@ from hooktrain.engine import (
     default_hooks,
     default_writers,
 )
-from hooktrain.engine.hooks import CallbackHook
+from hooktrain.engine.hooks import (
+    BestCheckpointer,
+    CallbackHook,
+    EvalHook,
+    PeriodicCheckpointer,
+    PeriodicWriter,
+)
+from hooktrain.events import CommonMetricPrinter, JSONWriter, TensorboardXWriter
 from hooktrain.utils.logger import close_logger
 from processes import end, start
 from s3 import s3_server
@@ -145,6 +152,62 @@ def test_an_evaluation_in_an_empty_folder_fetches_the_run(
         close_logger()
     assert (tmp_path / "second" / "model_0000009.pth").exists() == fetched
     assert not list(tmp_path.glob("store/pointer-00000002*"))
+
+
+class Notes(HookBase):
+    """Has a file of its own, which goes on elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def after_step(self) -> None:
+        self._path.write_text(str(self.trainer.iter))
+
+    def run_files(self) -> list[Path]:
+        return [self._path]
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
+def test_the_files_that_hooks_and_writers_name_go_to_the_store(
+    shards: bool, tmp_path: Path
+) -> None:
+    folder, store = tmp_path / "a", f"file://{tmp_path}/store"
+    model = LinearLoss()
+    trainer = SimpleTrainer(model, batches(6)[0], sgd(model))
+    saver = Checkpointer(model, folder, store=store, sharded=shards, trainer=trainer)
+    writers = [
+        JSONWriter(folder / "val" / "metrics.json"),
+        JSONWriter(folder / "rows.json"),
+        JSONWriter(tmp_path / "elsewhere.json"),
+        TensorboardXWriter(folder / "a" / "b"),
+        CommonMetricPrinter(2),
+    ]
+    trainer.register_hooks(
+        [
+            EvalHook(2, lambda: {"score": float(trainer.iter)}),
+            BestCheckpointer(saver, "score", "max", "best_score"),
+            PeriodicCheckpointer(saver, 2),
+            PeriodicWriter(writers, 1),
+            Notes(folder / "notes"),
+        ]
+    )
+    (folder / "val").mkdir(parents=True)
+    for name in ("config.json", "log.txt", "val/mine.txt"):
+        (folder / name).write_text("{}")
+    trainer.train(max_iter=2)
+    next(Store(store, tmp_path / "b").names_to_resume([]))
+    there = set()
+    for path in filter(Path.is_file, (tmp_path / "b").rglob("*")):
+        place = path.relative_to(tmp_path / "b")
+        in_checkpoint = place.parts[0] in ("best_score", "model_final")
+        there.add(place.parts[0] if in_checkpoint else place.as_posix())
+    (event,) = (tmp_path / "b" / "a" / "b").glob("events.out.tfevents.*")
+    end = "" if shards else ".pth"
+    assert there == {
+        *["config.json", "rows.json", "val/metrics.json", "notes"],
+        *[f"a/b/{event.name}", f"best_score{end}", f"model_final{end}"],
+        *["last_checkpoint", ".last_iteration"],
+    }
 
 
 def small_run(folder: Path, store: str) -> None:
