@@ -196,8 +196,7 @@ class Store:
                     # Metrics may have got further lines while they were being put there.
                     if file.tell() < _size(key):
                         raise CorruptCheckpointError(
-                            f"{path} has {file.tell()} bytes in {self.address}, and had "
-                            f"{_size(key)}"
+                            f"{path} is missing or cut in {self.address}"
                         )
             if temporary.is_dir():
                 verify_folder(temporary)
@@ -269,9 +268,10 @@ class Store:
         there = self._list()
         self._put(files, there, self._rank)
         paths = [os.path.relpath(path, self._folder) for path in run_files()]
-        beside = list(map(self._entry, filter(_is_inside, paths)))
-        for each in beside:
-            self._put(each["files"], there)
+        beside = []
+        for path in filter(_is_inside, paths):
+            beside.append(self._entry(path))
+            self._put(beside[-1]["files"], there)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _are_there(files, there) and time.monotonic() < deadline:
             time.sleep(_BEAT_SECONDS)

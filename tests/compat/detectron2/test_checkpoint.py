@@ -78,6 +78,20 @@ def test_a_resume_passes_over_what_is_broken(tmp_path: Path) -> None:
     assert checkpointer.resume_or_load("", resume=True) == {"iteration": 1}
 
 
+def test_a_resume_takes_what_is_newer_in_the_store(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    first = DetectionCheckpointer(linear(1.0), tmp_path / "a", store=store)
+    for iteration in (1, 3):
+        first.save(f"model_{iteration:07d}", iteration=iteration)
+        first.finish()
+        resumed = DetectionCheckpointer(linear(), tmp_path / "b", store=store)
+        assert resumed.resume_or_load("", resume=True) == {"iteration": iteration}
+        assert resumed.model.weight.item() == 1.0
+    fresh = DetectionCheckpointer(linear(), tmp_path / "c", store=store)
+    assert fresh.resume_or_load("", resume=False) == {}
+    assert not (tmp_path / "c").exists()
+
+
 class WithoutFirst(DetectionCheckpointer):
     """Changes the names in the file, and forgives what is missing."""
 
