@@ -8,7 +8,6 @@ value that it names, of any type. In a longer string it is replaced by the value
 """
 
 import copy
-import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 
 from hooktrain.utils.names import did_you_mean, dotted
 
-logger = logging.getLogger(__name__)
 
 # The leading dots, and the path after them.
 _REFERENCE = re.compile(r"\$\{(\.*)([^{}]*)\}")
@@ -151,7 +149,7 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
             where = dotted(path)
             raise ValueError(f"{where}: the reference {text!r} is circular") from None
         references[path] = (text, value)
-    # All references are followed before one is replaced.
+    # An error above changes nothing: all references are followed before the first is replaced.
     for path, (_, value) in references.items():
         _put(cfg, path, value)
     vars(cfg)["_references"] = references

@@ -5,6 +5,7 @@
 
 import builtins
 import json
+import logging
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 from hooktrain.config.config_dict import (
     ConfigDict,
     from_omegaconf,
-    logger,
     resolve,
     restore_references,
 )
@@ -22,6 +22,8 @@ from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.plain_data import NOT_SAVED, dotted_lines, to_data
 from hooktrain.utils.file_io import AnyPath, atomic_write
 from hooktrain.utils.names import call, dotted
+
+logger = logging.getLogger(__name__)
 
 Keys = str | Sequence[str] | None
 

@@ -14,7 +14,7 @@ from toys import write_configs as write
 
 
 class Recorder:
-    """Remembers what it was called with."""
+    """Records the arguments of its call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
@@ -42,7 +42,7 @@ def test_children_are_built_before_their_parents() -> None:
     assert built["a"].args == (3.0,)
     assert repr(built["a"].kwargs) == "{'plain': {'inner': [3.0, (3.0, {})]}}"
     assert type(built) is type(built["a"].kwargs["plain"]) is dict
-    # A part that two keys refer to is built for each.
+    # A part that two keys refer to is built for each key.
     assert built["c"] is not built["a"]
     assert part == {"_target_": math.fsum, "_args_": [[1.0, 2.0]]}
 
@@ -65,7 +65,7 @@ def test_an_error_notes_the_key(
 ) -> None:
     with pytest.raises(error) as caught:
         instantiate(cfg)
-    # On Python 3.10 errors take no notes, and the log has them.
+    # On Python 3.10 errors have no notes, and the note is logged.
     notes = getattr(caught.value, "__notes__", caplog.messages)
     assert notes[0].startswith(f"while instantiating {where}")
 

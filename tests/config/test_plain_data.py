@@ -1,4 +1,4 @@
-"""Configurations saved as JSON, which loads again."""
+"""Saving configs as JSON, and loading them again."""
 
 import math
 import os

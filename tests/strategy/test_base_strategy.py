@@ -63,7 +63,7 @@ def test_a_second_model_is_refused(made: SingleDeviceStrategy) -> None:
 
 
 class Waiting(Regression):
-    """Says that its weights are still to be initialised."""
+    """A model whose weights are still to be initialised."""
 
     is_init = False
 
@@ -75,7 +75,7 @@ def test_only_weights_that_wait_for_it_are_initialised() -> None:
 
 
 @pytest.mark.parametrize(
-    # nn.Module.compile compiles what calls the forward and the hooks.
+    # nn.Module.compile compiles the method that calls the forward and the hooks.
     ("target", "function"),
     [("forward", "_call_impl"), ("train_step", "train_step")],
 )
@@ -113,7 +113,7 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(
 
 
 def graphs_and_losses(blocks: Any, again: Any) -> tuple[list[int], list[float]]:
-    """How often each compiled graph has activations computed again; two steps' losses."""
+    """The number of checkpointed calls in each compiled graph; the losses of two steps."""
     graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -136,11 +136,11 @@ def graphs_and_losses(blocks: Any, again: Any) -> tuple[list[int], list[float]]:
     return graphs, losses
 
 
-# torch's compiler looks at it while it reads the inputs of a block.
+# torch's compiler reads .grad of the inputs of a block.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(("blocks", "graphs"), [((), [2]), (["Block"], [1])])
 def test_what_is_computed_again_is_compiled_too(blocks: Any, graphs: Any) -> None:
     plain, losses = graphs_and_losses(blocks, ())
     assert set(plain) == {0}
-    # One for the whole model, or one that serves each block.
+    # One graph for the whole model, or one that all blocks share.
     assert graphs_and_losses(blocks, ["Block"]) == (graphs, losses)

@@ -62,7 +62,7 @@ def equal_weights() -> Any:
 
 
 class OwnStep(Regression):
-    """Owns its step."""
+    """A model with a step of its own."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         return super().train_step(data, optim_wrapper)
@@ -112,7 +112,7 @@ def test_losses_on_two_ranks_are_those_of_one_with_the_whole_batch(ranks: Any) -
 def test_weights_are_those_of_the_first_rank(ranks: Any) -> None:
     (seed, calls, first, weight), other = (rank["weights"] for rank in ranks)
     assert seed == other[0] == 3
-    # Two tensors of the linear layer, five of the batch norm.
+    # The linear layer has two tensors, the batch norm five.
     assert calls == other[1] == [7]
     assert not torch.equal(first, other[2])
     assert torch.equal(first, weight)
@@ -128,7 +128,7 @@ def test_the_wrapper_is_chosen_by_the_step_of_the_model(ranks: Any) -> None:
 
 
 def test_the_options_of_ddp_are_reached(ranks: Any) -> None:
-    # The gradient as float16 has it.
+    # The gradient, rounded to float16.
     assert [rank["options"] for rank in ranks] == [1.0, 1.0]
 
 
@@ -174,7 +174,7 @@ def test_a_strategy_is_built_by_its_name(name: str) -> None:
 
 
 def test_what_describes_no_strategy_is_refused() -> None:
-    # The other arguments would not reach one that is built.
+    # The other arguments would not reach a strategy that is already built.
     with pytest.raises(TypeError, match="SingleDeviceStrategy object"):
         build_strategy(SingleDeviceStrategy())  # type: ignore[arg-type]
     with pytest.raises(ImportError, match="'DDPStrategy'"):

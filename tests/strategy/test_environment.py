@@ -151,7 +151,7 @@ assert dict(os.environ) == before
 total = torch.ones(1)
 dist.all_reduce(total)
 print(comm.get_rank(), comm.get_local_rank(), comm.get_local_size(), total.item())
-sys.setswitchinterval(100)  # threads of gloo wait for the interpreter for a long time
+sys.setswitchinterval(100)  # so that threads of gloo wait long for the interpreter
 for _ in range(20):
     dist.all_reduce(torch.ones(2))
 """
@@ -178,7 +178,7 @@ def test_the_tasks_of_srun_meet_and_a_script_that_never_leaves_ends_without_an_a
 
 
 def connections_of_many(port: str, lazy_from: int) -> tuple[str | None, bool]:
-    """Join once more; does gloo connect where ranks talk, and may it open all that it can?"""
+    """Join again; whether gloo connects lazily, and whether the limit of open files is raised."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -198,7 +198,7 @@ def connections_of_many(port: str, lazy_from: int) -> tuple[str | None, bool]:
 def test_many_ranks_connect_where_they_talk() -> None:
     few = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 6)
     many = run_ranks(connections_of_many, 5, torchrun()["MASTER_PORT"], 5)
-    # tools/benchmark_scale.py connections counts what that saves.
+    # tools/benchmark_scale.py connections counts the connections.
     assert few == [(None, True)] * 5
     assert many == [("1", True)] * 5
 
@@ -213,7 +213,7 @@ def threads_before_and_after() -> tuple[bool, int]:
     model.itself = [model]  # type: ignore[assignment]
     model(torch.ones(1, 2)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters())
-    optimizer.step()  # imports modules that know process groups
+    optimizer.step()  # imports modules that may keep the process group
     dist.new_group([0, 1])
     before = threads_of_gloo()
     del model
@@ -343,6 +343,6 @@ def test_a_process_of_torchrun_joins_the_others(started_by: Any) -> None:
     assert (strategy.launcher, strategy.world_size) == ("pytorch", 1)
     assert dist.get_backend() == "gloo"
     second = DDPStrategy(device="cpu")
-    second.setup()  # they have joined each other already
+    second.setup()  # the processes have joined each other already
     leave_processes()
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""The strategy that shards a model, in real processes."""
+"""FSDPStrategy in real processes."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ PLACES = torch.linspace(-1, 1, 24).view(2, 6, 2)
 
 
 class Mean(nn.Module):
-    """The mean of a product over places, of which each rank may compute its own."""
+    """The mean of a product over positions; each rank may compute its own positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Mean(nn.Module):
 
 
 def take_places(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Context parallelism for a model whose places do not look at each other."""
+    """Context parallelism for a model without attention between positions."""
     rank, size = mesh.get_local_rank("context"), mesh["context"].size()
     model.register_forward_pre_hook(lambda _, args: args[0].chunk(size, 1)[rank])
 
@@ -94,7 +94,7 @@ def divide_rows(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """What the strategy would do for each block."""
+    """Shard the whole model, where the strategy would shard each block."""
     sharded: nn.Module = fully_shard(model, mesh=mesh["shard"])
     return sharded
 
@@ -166,7 +166,7 @@ def test_ranks_of_a_context_compute_one_batch_together(
     two: list[dict[str, Any]],
 ) -> None:
     for own, (parts, weight, gradient) in enumerate(rank["context"] for rank in two):
-        assert parts == ((0, 1), (own, 2))  # the next strategy's are its own
+        assert parts == ((0, 1), (own, 2))  # the next strategy sets its own parts
         model = Mean()
         model.fc.weight.data.copy_(weight)
         model(PLACES).backward()

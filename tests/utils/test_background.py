@@ -1,4 +1,4 @@
-"""Jobs beside the main thread: their order, their errors, and the end of the process."""
+"""Background jobs: their order, their errors, and the end of the process."""
 
 import subprocess
 import sys
@@ -29,9 +29,7 @@ def test_a_second_job_waits_for_the_first() -> None:
 
     other = threading.Thread(target=submit_second)
     other.start()
-    assert not submitted.wait(
-        0.05
-    )  # it cannot have been taken, as the first still runs
+    assert not submitted.wait(0.05)  # it waits, since the first job still runs
     go.set()
     other.join()
     assert worker.wait()
@@ -68,14 +66,14 @@ def test_an_error_is_raised_by_wait_once(
 
 SCRIPT = """
 import sys, threading, time
-sys.modules["torch"] = None  # nothing of it is needed here
+sys.modules["torch"] = None  # the import would take seconds
 import importlib.util
 spec = importlib.util.spec_from_file_location("background", sys.argv[1])
 background = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(background)
 
 def job():
-    threading.main_thread().join()  # the main thread is at its end, the interpreter is waiting
+    threading.main_thread().join()  # the main thread has ended, and the interpreter waits
     print("written", flush=True)
 
 background.BackgroundWorker("job").submit(job)

@@ -30,7 +30,7 @@ def exchange() -> None:
     assert comm.shared_random_seed() == np.random.RandomState(0).randint(2**31)
     comm.synchronize()
 
-    # The ranks of groups have the numbers of the whole run.
+    # Groups are given by the ranks of the whole run.
     groups = {members: dist.new_group(members) for members in ((0, 3), (1, 2))}
     for members, group in groups.items():
         if rank in members:
@@ -42,7 +42,7 @@ def test_collectives_reach_the_ranks_of_the_run_or_a_group() -> None:
 
 
 def take_maxima_and_sums() -> list[list[float]]:
-    """The results of the first 7 to 1 ranks, of which this one is missing where they are few."""
+    """The results for the first 7 to 1 ranks, as far as this rank is one of them."""
     rank, found = comm.get_rank(), []
     for size in range(7, rank, -1):
         with pytest.MonkeyPatch.context() as patch:
@@ -107,13 +107,13 @@ def test_ranks_that_compute_one_batch_together_have_one_part_of_the_data() -> No
 
 
 def visit_three_groups(folder: str) -> None:
-    """Destroys and initialises the process group again, with the ranks in another order."""
+    """Destroy the process group and initialise another, with the ranks in another order."""
     rank = comm.get_rank()
     for i, order in enumerate(([0, 1, 2, 3], [3, 0, 1, 2], [2, 3, 0, 1])):
         dist.destroy_process_group()
         gc.collect()
         place = (rank + i) % WORLD_SIZE
-        # One group is enough, whatever else it sends by.
+        # The default group serves, since gloo is one of its backends.
         url = f"file://{folder}/rendezvous{i}"
         dist.init_process_group(
             "cpu:gloo", init_method=url, rank=place, world_size=WORLD_SIZE

@@ -10,7 +10,7 @@ from hooktrain.utils.env import seed_all_rng, seed_on_host, seed_step
 
 
 def draw() -> tuple[float, float, float, list[float]]:
-    """From each generator; the number of normal draws is odd, so that one is held back in each."""
+    """Draw from each generator; after an odd number of normal draws, each holds one value back."""
     torch_values = torch.randn(3).tolist()
     return random.gauss(0, 1), random.random(), float(np.random.randn()), torch_values
 
@@ -47,7 +47,7 @@ def test_the_numbers_of_a_step_are_those_of_seed_iteration_and_rank() -> None:
 
 
 def bits() -> list[int]:
-    """Eight from each generator: torch's, numpy's and Python's."""
+    """Eight bits from each generator: torch's, numpy's and Python's."""
     drawn = []
     for draw_bit in (
         lambda: int(torch.randint(2, ())),
@@ -67,16 +67,18 @@ def test_bits_of_any_two_generators_steps_or_ranks_are_uncorrelated() -> None:
             row += bits()
         rows.append(row)
     columns = np.array(rows).T
-    # Of the same iterations, and of neighbouring ones.
+    # Correlations within an iteration, and between an iteration and the next.
     found = np.corrcoef(np.vstack([columns[:, 1:], columns[:, :-1]]))
     np.fill_diagonal(found, 0)
     assert np.abs(found).max() < 5.5 / np.sqrt(1000)
 
 
 class FakeDevice(list[int]):
-    """Stands for `torch.cuda`, perhaps not in use yet; a list of the seeds of all devices."""
+    """A stub of ``torch.cuda``; the list has the seeds of all devices."""
 
-    manual_seed = None  # of the current one only; the model may lie on another
+    manual_seed = (
+        None  # it would seed the current device only; the model may be on another
+    )
     manual_seed_all = list.append
 
     def __init__(self, initialized: bool) -> None:

@@ -1,4 +1,4 @@
-"""Files and folders that are the old or the new one, whatever fails; the lock of a folder."""
+"""Atomic replacement of files and folders under faults; the lock of a folder."""
 
 import errno
 import fcntl
@@ -163,7 +163,7 @@ def test_what_a_killed_process_has_left_is_swept_by_who_locks_the_folder(
     tmp_path: Path,
 ) -> None:
     others = [f".tmp{OWNER}", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}", "model.pth"]
-    # Somebody has put a date behind the names.
+    # Names with a date are of other programs.
     others += ["notes.txt.old-2026-11-23", "b.old-2026-11-23", ".n.tmp-2026-11-23"]
     for name in [f".a.bin.tmp{OWNER}", "b", *others]:
         (tmp_path / name).touch()
@@ -211,7 +211,7 @@ def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
 
 @pytest.fixture
 def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NFS does with a file that somebody has open: it stays under another name."""
+    """Like NFS, which keeps a deleted file that is still open under another name."""
     unlink = os.unlink
 
     def keep_open(path: str, *, dir_fd: int | None = None) -> None:

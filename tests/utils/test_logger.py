@@ -1,4 +1,4 @@
-"""What setup_logger brings to the terminal and to files, and the progress bar."""
+"""Records on the terminal and in files; the progress bar."""
 
 import io
 import logging
@@ -167,7 +167,7 @@ def test_without_a_rank_it_is_that_of_the_process(
     monkeypatch.setattr(comm, "get_rank", lambda: 2)
     setup_logger(tmp_path, name=NAME).info("hello")
     monkeypatch.undo()
-    monkeypatch.setenv("RANK", "1")  # torchrun's, before there is a process group
+    monkeypatch.setenv("RANK", "1")  # set by torchrun; there is no process group yet
     setup_logger(tmp_path, name=NAME).info("hello")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["log.txt.rank1", "log.txt.rank2"]
@@ -210,7 +210,7 @@ for folder, largest, stdout in [
 ]:
     if os.fork() == 0:
         log_to(folder, largest, stdout)
-        sys.exit()  # as an interpreter of its own would, which takes seconds to start
+        sys.exit()  # a fork, since a new interpreter takes seconds to start
     print(folder, os.wait()[1], file=sys.stderr)
 """
 

@@ -34,12 +34,12 @@ def test_a_typo_suggests_the_nearest_name() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An importable package, located_pkg, that is forgotten after the test."""
+    """An importable package, located_pkg, whose modules are removed after the test."""
     folder = tmp_path / "located_pkg"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    # setitem and delitem: the modules that the test imports vanish afterwards.
+    # Undoing setitem and del removes the modules that the test imports.
     for name in ("located_pkg", "located_pkg.train", "located_pkg.broken"):
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
         del sys.modules[name]
@@ -75,8 +75,11 @@ def test_an_unknown_attribute_suggests_the_nearest() -> None:
     [
         (torch.optim.SGD, "torch.optim.SGD"),
         (torch.nn.Conv2d, "torch.nn.Conv2d"),
-        (torch.nn.functional.gelu, "torch._C._nn.gelu"),  # as it calls itself
-        (torch.tanh, "torch.tanh"),  # calls itself torch._VariableFunctionsClass.tanh
+        (torch.nn.functional.gelu, "torch._C._nn.gelu"),  # its own qualified name
+        (
+            torch.tanh,
+            "torch.tanh",
+        ),  # its qualified name is _VariableFunctionsClass.tanh
         (torch.float16, "torch.float16"),
         (dict, "builtins.dict"),
         (Outer.Inner, f"{__name__}.Outer.Inner"),
@@ -96,7 +99,7 @@ def local_function() -> Callable[[], None]:
 
 
 def test_what_cannot_be_imported_by_name_is_refused() -> None:
-    class Colour:  # shadows nothing: the module's Colour is another class
+    class Colour:  # the module's Colour is another class
         __qualname__ = "Colour"
 
     for obj in (

@@ -1,4 +1,4 @@
-"""Signals to all processes of a run, and what they do to the workers of its loaders."""
+"""Effects of signals to all processes of a run on the workers of its loaders."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from toys import LinearLoss
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Each process that reads says its number by a file; the sample `hang_at` never comes."""
+    """Each reading process writes a file with its pid; the sample ``hang_at`` hangs."""
 
     def __init__(self, folder: Path, hang_at: int = -1, lets_go: bool = True) -> None:
         self.folder, self.hang_at, self.lets_go = folder, hang_at, lets_go
@@ -38,7 +38,7 @@ class Samples(Dataset[torch.Tensor]):
         if index == self.hang_at and self.lets_go:
             time.sleep(3600)
         if index == self.hang_at:
-            sum(range(10**15))  # no other thread of Python runs meanwhile
+            sum(range(10**15))  # holds the interpreter lock
         return torch.ones(4)
 
 
@@ -51,7 +51,7 @@ def ours(dataset: Dataset[Any], **options: Any) -> Any:
 
 
 def train(folder: Path, build: Any, method: str, where: str) -> None:
-    """Says in iteration 1 that it is there, and needs the workers once more after the signal."""
+    """Reports iteration 1 by a file, and needs the workers again after the signal."""
     options = {"num_workers": 1, "multiprocessing_context": method}
     loader = build(Samples(folder), **options)
     model = LinearLoss()
@@ -67,7 +67,7 @@ def train(folder: Path, build: Any, method: str, where: str) -> None:
     def in_step(_: Any) -> None:
         if trainer.iter == 1 and where == "step":
             wait_for_signal(next(trainer._data_loader_iter))
-            for _ in range(10):  # more than were read ahead
+            for _ in range(10):  # more than the workers have prefetched
                 next(trainer._data_loader_iter)
         if trainer.iter == 1 and where == "evaluation":
             loader = build_test_loader(Samples(folder), **options)
@@ -117,7 +117,7 @@ class BlockedWithState(Blocked):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """There is nothing to load."""
+        """Nothing to load."""
 
 
 @pytest.mark.parametrize("kind", [Blocked, BlockedWithState])
@@ -136,7 +136,9 @@ def hang(folder: Path, how: str) -> None:
     """The worker hangs; this process ends, is killed, or hangs with it."""
     loader = plain(Samples(folder, 0, lets_go=how == "returns"), num_workers=1)
     if how == "returns":
-        KEPT.append(start_workers(loader))  # not even then does it wait for the worker
+        KEPT.append(
+            start_workers(loader)
+        )  # the process then exits without waiting for the worker
         wait_until(lambda: bool(workers(folder)))
         return
     model = LinearLoss()
@@ -168,7 +170,7 @@ def test_a_worker_that_hangs_does_not_outlive_the_process(
         process.kill()
     if how == "signal":
         os.killpg(process.pid, signal.SIGINT)
-        os.killpg(process.pid, signal.SIGTERM)  # another one ends the run at once
+        os.killpg(process.pid, signal.SIGTERM)  # a second signal ends the run at once
     process.join(LIMIT_SECONDS)
     assert process.exitcode == code
     wait_until(lambda: not any(map(alive, workers(tmp_path))))
