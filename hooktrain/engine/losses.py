@@ -20,7 +20,7 @@ WHERE_IT_BEGINS = (
     "To see where it begins, resume inside torch.autograd.set_detect_anomaly(True), "
     'or as in docs/guide.md, "When a run goes wrong"'
 )
-LOOK_AGAIN = f"hooks.SkipNonFinite() leaves such updates out. {WHERE_IT_BEGINS}"
+NONFINITE_HINT = f"hooks.SkipNonFinite() skips such updates. {WHERE_IT_BEGINS}"
 
 
 class LossRecorder:
@@ -184,5 +184,5 @@ def _refuse_non_finite(
         if not math.isfinite(losses.get(name, 0.0)):
             raise FloatingPointError(
                 f"Loss became infinite or NaN at iteration={iteration}!\n"
-                f"loss_dict = {losses}\n{LOOK_AGAIN}"
+                f"loss_dict = {losses}\n{NONFINITE_HINT}"
             )

@@ -22,7 +22,7 @@ from hooktrain.engine.hook_list import (
     place_beside,
     place_by_phase,
 )
-from hooktrain.engine.losses import LOOK_AGAIN, LossRecorder
+from hooktrain.engine.losses import NONFINITE_HINT, LossRecorder
 from hooktrain.engine.preflight import warn_of_events
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events import EventStorage
@@ -369,7 +369,7 @@ class TrainerBase:
         if broken:
             raise FloatingPointError(
                 f"Infinite or NaN at iteration={self.iter}, and not saved: "
-                f"{sorted(broken)[:10]}\n{LOOK_AGAIN}"
+                f"{sorted(broken)[:10]}\n{NONFINITE_HINT}"
             )
 
     @property
