@@ -17,7 +17,6 @@ from typing import Any
 
 from hooktrain.utils.names import did_you_mean, dotted
 
-
 # The leading dots, and the path after them.
 _REFERENCE = re.compile(r"\$\{(\.*)([^{}]*)\}")
 
