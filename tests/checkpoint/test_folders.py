@@ -82,6 +82,23 @@ def test_a_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert not is_folder(tmp_path)
 
 
+def test_numbers_of_every_kind_come_back_and_views_as_what_they_show(
+    tmp_path: Path,
+) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    flags = torch.tensor([True, False, True])
+    views = {"conj": numbers.conj(), "imag": numbers.conj().imag, "every": flags[::2]}
+    kinds = (torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.uint8)
+    converted = [flags.to(kind) for kind in kinds]
+    save_folder({"model": views, "kinds": converted}, tmp_path / "a")
+    found = read_folder(tmp_path / "a")
+    assert found["model"]["conj"].tolist() == [1 - 2j, 3 + 4j]
+    assert found["model"]["imag"].tolist() == [-2, 4]
+    assert found["model"]["every"].tolist() == [True, True]
+    assert [each.dtype for each in found["kinds"]] == list(kinds)
+    assert [each.tolist() for each in found["kinds"]] == [[1, 0, 1]] * 4
+
+
 def test_a_folder_is_saved_and_read_whatever_the_default_device_is(
     tmp_path: Path,
 ) -> None:
@@ -590,6 +607,18 @@ def read_on_two_axes(folder: Path) -> None:
 
 def test_shards_of_a_mesh_of_two_axes_are_put_together(tmp_path: Path) -> None:
     run_ranks(read_on_two_axes, 4, tmp_path / "a")
+    tables = torch.load(tmp_path / "a" / "manifest.pth", weights_only=True)["tensors"]
+    # Of equal shards one rank writes one, and not always the same rank. Empty ones count.
+    parts = {
+        name.removeprefix("model."): places for name, (_, places) in tables.items()
+    }
+    assert {name: len(places) for name, places in parts.items()} == {
+        "replicated": 1,
+        "hybrid": 2,
+        "columns": 4,
+        "twice": 4,
+    }
+    assert parts["replicated"][0, 0] != parts["hybrid"][0, 0]
     state = read_checkpoint(str(tmp_path / "a"))["model"]
     assert len(state) == 4
     for tensor in state.values():
