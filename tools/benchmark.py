@@ -2,6 +2,8 @@
 
     python tools/benchmark.py step
     python tools/benchmark.py step --instructions
+    python tools/benchmark.py fabric
+    python tools/benchmark.py row
     python tools/benchmark.py ddp
     python tools/benchmark.py fsdp
     python tools/benchmark.py replay
@@ -15,6 +17,11 @@ iterations. ``replay`` trains the transformer in one process, by hooktrain in bo
 and with ``ReplayCheck(100)``. ``data`` reads batches of 32 numbers without workers, by torch's
 loader and by that of ``build_train_loader``: from a plain container and from a data set that may
 draw random numbers.
+
+``fabric`` is for the loop of a linear layer with ``compute_loss``, and compares the median of all
+iterations with that of a bare loop and of one with Lightning Fabric, which has to be installed
+(``lightning-fabric``), and which records nothing. ``row`` measures what PeriodicWriter takes in
+such a run when it writes a row of metrics to the console and to JSON.
 
 With ``--instructions`` it counts the instructions of a step instead, which are the same on a busy
 machine as on an idle one. Under valgrind (a package of most systems), processes that are forked
@@ -31,7 +38,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from itertools import repeat
+from functools import partial
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -42,7 +50,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from hooktrain.data import build_train_loader
 from hooktrain.demos.text import Block, TextGPT
 from hooktrain.engine import HookBase, SimpleTrainer, hooks, launch
-from hooktrain.events import CommonMetricPrinter, JSONWriter
+from hooktrain.events import CommonMetricPrinter, EventWriter, JSONWriter
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
@@ -67,15 +75,21 @@ class Model(nn.Module):
 
 
 class InTurns(HookBase):
-    """After each block of iterations, runs as many of a bare loop.
+    """After each block of iterations, runs as many of other loops.
+
+    Args:
+        blocks: each runs a block of iterations of a loop, and gives the times when they started.
+        iterations: the length of a block.
 
     Attributes:
-        pairs: for each block but the first, microseconds an iteration of both, in that order.
+        turns: for each block but the first, the times of the other loops and of this one.
     """
 
-    def __init__(self, bare_block: Callable[[], list[float]], iterations: int) -> None:
-        self.pairs: list[tuple[float, float]] = []
-        self._bare_block = bare_block
+    def __init__(
+        self, blocks: Sequence[Callable[[], list[float]]], iterations: int
+    ) -> None:
+        self.turns: list[list[list[float]]] = []
+        self._blocks = blocks
         self._iterations = iterations
         self._period = Period(iterations)
         self._starts: list[float] = []
@@ -85,14 +99,55 @@ class InTurns(HookBase):
         self._starts.append(time.perf_counter())
 
     def after_step(self) -> None:
-        """At the end of a block, run the bare loop."""
+        """At the end of a block, run the other loops."""
         if not self._period.is_due(self.trainer):
             return
-        blocks = (self._bare_block(), self._starts)
-        bare, ours = ((b[-1] - b[0]) / (len(b) - 1) * 1e6 for b in blocks)
+        turn = [*(block() for block in self._blocks), self._starts]
         if self.trainer.done > self._iterations:  # the first one warms up
-            self.pairs.append((bare, ours))
-        self._starts.clear()
+            self.turns.append(turn)
+        self._starts = []
+
+    def means(self) -> list[tuple[float, float]]:
+        """For each turn, microseconds an iteration of the first other loop and of this one."""
+        pairs = []
+        for bare, ours in self.turns:
+            mean, own = ((t[-1] - t[0]) / (len(t) - 1) * 1e6 for t in (bare, ours))
+            pairs.append((mean, own))
+        return pairs
+
+    def medians(self) -> list[float]:
+        """The median of all iterations of each loop, in microseconds."""
+        return [
+            1e6 * statistics.median(b - a for times in loop for a, b in pairwise(times))
+            for loop in zip(*self.turns, strict=True)
+        ]
+
+
+class OwnLoss(SimpleTrainer):
+    """Calls the model by itself."""
+
+    def compute_loss(self, data: Any) -> Any:
+        """The model's loss."""
+        return self.model(data)
+
+
+class TimedWriter(hooks.PeriodicWriter):
+    """Notes the seconds of each row, which has the metrics of 20 iterations.
+
+    Attributes:
+        seconds: of each row.
+    """
+
+    def __init__(self, writers: Sequence[EventWriter], period: int) -> None:
+        super().__init__(writers, period)
+        self.seconds: list[float] = []
+
+    def after_step(self) -> None:
+        """Write, and note the time."""
+        start = time.perf_counter()
+        super().after_step()
+        if self.trainer.done % 20 == 0:
+            self.seconds.append(time.perf_counter() - start)
 
 
 def model_and_batch(kind: str) -> tuple[nn.Module, Any]:
@@ -124,8 +179,12 @@ def bare_step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) ->
 
 
 def train(
-    model: nn.Module, batch: Any, total: int, last: Sequence[HookBase] = ()
-) -> None:
+    model: nn.Module,
+    batch: Any,
+    total: int,
+    last: Sequence[HookBase] = (),
+    kind: type[SimpleTrainer] = SimpleTrainer,
+) -> TimedWriter:
     """Train by hooktrain, with the hooks that most runs have; ``last`` are further hooks."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -134,17 +193,19 @@ def train(
     ):
         setup_logger(folder, distributed_rank=comm.get_rank())
         writers = [CommonMetricPrinter(total), JSONWriter(f"{folder}/metrics.json")]
-        trainer = SimpleTrainer(model, repeat(batch), new_optimizer(model))
+        trainer = kind(model, repeat(batch), new_optimizer(model))
+        writer = TimedWriter(writers, period=20)
         trainer.register_hooks(
             [
                 hooks.IterationTimer(),
                 hooks.LRScheduler(scheduler=CosineParamScheduler(1.0, 0.0)),
-                hooks.PeriodicWriter(writers, period=20),
+                writer,
                 *last,
             ]
         )
         trainer.train(0, total)
         close_logger()
+    return writer
 
 
 def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, float]]:
@@ -155,11 +216,9 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
     bare_optimizer = new_optimizer(bare_model)
 
     def bare_block() -> list[float]:
-        starts = []
-        for _ in range(iterations):
-            starts.append(time.perf_counter())
-            bare_step(bare_model, batch, bare_optimizer)
-        return starts
+        return block_of(
+            partial(bare_step, bare_model, batch, bare_optimizer), iterations
+        )
 
     def block_without_check() -> list[float]:
         starts: list[float] = []
@@ -170,13 +229,76 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
         return starts
 
     if kind == "replay":
-        turns = InTurns(block_without_check, iterations)
+        turns = InTurns([block_without_check], iterations)
         last = [hooks.ReplayCheck(100), turns]
     else:
-        turns = InTurns(bare_block, iterations)
+        turns = InTurns([bare_block], iterations)
         last = [turns]
     train(model, batch, (pairs + 1) * iterations, last)
-    return turns.pairs
+    return turns.means()
+
+
+def block_of(step: Callable[[], None], iterations: int) -> list[float]:
+    """Make steps, and give the times when they started."""
+    starts = []
+    for _ in range(iterations):
+        starts.append(time.perf_counter())
+        step()
+    return starts
+
+
+def fabric_loop(records: bool) -> Callable[[], None]:
+    """An iteration with Lightning Fabric; if it records, with a schedule and the loss, too."""
+    from lightning_fabric import Fabric  # type: ignore[import-not-found, unused-ignore]
+
+    plain, batch = model_and_batch("step")
+    inner = new_optimizer(plain)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, 1_000_000)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(plain, inner)
+    recorded: list[float] = []
+
+    def step() -> None:
+        loss = model(batch)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        if records:
+            recorded.append(loss.item())
+            schedule.step()
+
+    return step
+
+
+def compare_with_fabric(turns: int, iterations: int) -> None:
+    """Print the median iteration of a bare loop, of ones with Lightning Fabric, and of ours."""
+    torch.set_num_threads(1)
+    model, batch = model_and_batch("step")
+    optimizer = new_optimizer(model)
+    loops = {
+        "bare loop": partial(bare_step, model, batch, optimizer),
+        "Lightning Fabric": fabric_loop(records=False),
+        "the same, with a schedule and the loss": fabric_loop(records=True),
+    }
+    blocks = [partial(block_of, step, iterations) for step in loops.values()]
+    in_turns = InTurns(blocks, iterations)
+    ours, _ = model_and_batch("step")
+    train(ours, batch, (turns + 1) * iterations, [in_turns], OwnLoss)
+    medians = in_turns.medians()
+    rows = [
+        [name, median, median - medians[0]]
+        for name, median in zip([*loops, "hooktrain"], medians, strict=True)
+    ]
+    print(f"\nmedians of {turns * iterations} iterations in turns, one thread")
+    print(tabulate(rows, tablefmt="pipe", floatfmt=".1f", headers=["", "us", "added"]))
+
+
+def report_rows(rows: int) -> None:
+    """Print what a row of metrics takes in a run."""
+    torch.set_num_threads(1)
+    model, batch = model_and_batch("step")
+    seconds = train(model, batch, 20 * rows).seconds
+    print(f"\na row of metrics: {1e6 * statistics.median(seconds):.0f} us, of {rows}")
 
 
 class Numbers(Dataset[int]):
@@ -301,7 +423,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "what",
-        choices=["step", "ddp", "fsdp", "replay", "data"],
+        choices=["step", "ddp", "fsdp", "replay", "data", "fabric", "row"],
         help="what to measure",
     )
     parser.add_argument("--pairs", type=int, default=9)
@@ -321,6 +443,12 @@ def main() -> None:
     # Those of replay have one check.
     by_default = {"fsdp": 41, "replay": 100, "data": 100}
     iterations = args.iterations or by_default.get(args.what, 1001)
+    if args.what == "fabric":
+        compare_with_fabric(args.pairs, iterations)
+        return
+    if args.what == "row":
+        report_rows(iterations)
+        return
     arguments = (args.what, args.pairs, iterations)
     if args.what == "step":
         report("Linear(16, 16)", train_in_turns(*arguments), iterations)
