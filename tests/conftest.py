@@ -17,3 +17,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # could read what another has written in part.
     with suppress(ImportError):
         import yapf  # noqa: F401
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests have recorded by ``record_property``."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")

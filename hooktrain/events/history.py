@@ -76,15 +76,11 @@ class HistoryBuffer:
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values; NaN if one of them is."""
-        values = _values(self.tail(window_size))
-        if any(map(isnan, values)):
-            return nan
-        return statistics.median(values)
+        return median(_values(self.tail(window_size)))
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values."""
-        values = _values(self.tail(window_size))
-        return sum(values) / len(values)
+        return mean(_values(self.tail(window_size)))
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added; NaN if there are none."""
@@ -111,11 +107,11 @@ class HistoryBuffer:
             newest_first.append(entry)
         return newest_first[::-1]
 
-    def count_samples(self, window_size: int) -> int:
-        """How many values the ``window_size`` iterations that end with the last value's have."""
+    def recent(self, window_size: int) -> list[float]:
+        """The values of the ``window_size`` iterations that end with the last value's."""
         _, last = self._data[-1]
         entries = self.since(last - window_size + 1)
-        return len(entries)
+        return _values(entries)
 
     def state_dict(self) -> dict[str, Any]:
         """The last 1000 values, and what the global average needs.
@@ -151,3 +147,15 @@ class HistoryBuffer:
 
 def _values(entries: Sequence[Entry]) -> list[float]:
     return [value for value, _ in entries]
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of some values."""
+    return sum(values) / len(values)
+
+
+def median(values: Sequence[float]) -> float:
+    """The median of some values; NaN if one of them is."""
+    if any(map(isnan, values)):
+        return nan
+    return statistics.median(values)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hooktrain.events.history import mean
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
@@ -77,8 +78,7 @@ class JSONWriter(ScalarWriter):
             first = next(filter(is_loss, metrics), "")
             if storage.smoothing_hints().get(first) and "mean_loss" not in metrics:
                 history = storage.history(first)
-                count = history.count_samples(self._window_size)
-                row["mean_loss"] = history.avg(count)
+                row["mean_loss"] = mean(history.recent(self._window_size))
             rows.append(row)
         if rows:
             text = "".join(map(_encode, rows))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hooktrain.events import media
-from hooktrain.events.history import Entry, HistoryBuffer
+from hooktrain.events.history import Entry, HistoryBuffer, median
 from hooktrain.utils.names import did_you_mean
 
 Scalar = float | np.generic | media.Array  # with one element
@@ -242,13 +242,12 @@ class EventStorage:
         for name, history in self._named().items():
             if history.smoothing_hint:
                 _, iteration = latest[name]
-                count = history.count_samples(window_size)
-                latest[name] = (history.median(count), iteration)
+                latest[name] = (median(history.recent(window_size)), iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """How many values of a metric the last ``window_size`` iterations have."""
-        return self.history(name).count_samples(window_size)
+        return len(self.history(name).recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:
         """By metric, whether writers should smooth it."""

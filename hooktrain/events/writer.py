@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hooktrain.events.history import Entry, HistoryBuffer
+from hooktrain.events.history import Entry, HistoryBuffer, mean, median
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import AnyPath
@@ -111,9 +111,8 @@ def _new_entries(
 ) -> list[Entry]:
     if new_count > 0 and history.smoothing_hint:
         ((_, last),) = history.tail(1)
-        count = history.count_samples(window_size)
-        smoothed = history.avg if name in TIMES else history.median
-        return [(smoothed(count), last)]
+        smooth = mean if name in TIMES else median
+        return [(smooth(history.recent(window_size)), last)]
     new = history.tail(new_count)
     iterations = {iteration for _, iteration in new}
     return [entry for entry in new if entry[1] + 1 not in iterations]

@@ -37,40 +37,37 @@ class IterationTimer(HookBase):
         self._storage = self.trainer.storage
         start = self.trainer.start_iter
         self._timed_from = start + self._warmup_iter
-        self._timed = 0
-        self._steps_seconds = 0.0
-        self._last = self._clock.own
+        self._last = self._warm = self._clock.own
         self._run_start = self._timed_start = self._clock.read()
         self._is_watched = show_progress("Training", start, self.trainer.max_iter)
 
     def after_step(self) -> None:
         """Record the time of the step, and move the bar."""
-        seconds = self._clock.own - self._last
-        self._last = self._clock.own
-        done = self.trainer.done
+        own, done = self._clock.own, self.trainer.done
         if done > self._warmup_iter:
-            self._storage.put_scalar("time", seconds)
+            self._storage.put_scalar("time", own - self._last)
+        self._last = own
         if done <= self._timed_from:
+            self._warm = own
             self._timed_start = self._clock.read()
-            return
-        self._timed += 1
-        self._steps_seconds += seconds
-        if self._is_watched:
+        elif self._is_watched:
             # The mean has the hooks in it.
-            mean = (self._clock.read() - self._timed_start) / self._timed
+            seconds = self._clock.read() - self._timed_start
+            mean = seconds / (done - self._timed_from)
             end = self.trainer.max_iter
             show_progress("Training", done, end, mean * (end - done))
 
     def after_train(self) -> None:
         """Log the speed."""
         now = self._clock.read()
-        steps = self._steps_seconds
-        if self._timed:
+        steps = self._last - self._warm
+        timed = self.trainer.done - self._timed_from
+        if timed > 0:
             logger.info(
                 "Overall training speed: %d iterations in %s (%.4f s / it)",
-                self._timed,
+                timed,
                 pretty_seconds(steps),
-                steps / self._timed,
+                steps / timed,
             )
         logger.info(
             "Total training time: %s (%s on hooks)",
