@@ -8,6 +8,7 @@ import torch
 from loading import load_tool
 
 
+@pytest.mark.timeout(900)  # valgrind takes half a minute on an idle core
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="was counted with torch 2.13"
