@@ -149,9 +149,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     if train.get("run_id") is None:
         train["run_id"] = on_main_process(partial(_run_id, kept, earlier))
     if isinstance(cfg, ConfigDict):
-        resolve(
-            cfg
-        )  # values may refer to the seed, or to one that a script has changed
+        # Other values may refer to the seed, or to values that a script has changed.
+        resolve(cfg)
     if folder and comm.is_main_process() and not eval_only:
         # When a resumed run begins, PeriodicCheckpointer replaces its earlier file by this one.
         written = temporary_path(path) if earlier else path

@@ -23,12 +23,12 @@ _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 class NamingDistributedDataParallel(DistributedDataParallel):
     """DistributedDataParallel that names parameters without a gradient, with one order of buckets.
 
-    DistributedDataParallel arranges its buckets of gradients after its first backward pass. Then
-    the first iteration of a resumed run would add the gradients of three or more ranks in another
-    order than the same iteration of a run that was not interrupted. So buckets are arranged as it
-    is made, in the reverse order of the parameters, by a backward pass of zeros. That costs one
-    exchange of gradients. With ``find_unused_parameters`` buckets are never arranged anew; with
-    ``static_graph`` and with sparse gradients they are left to torch.
+    torch rearranges the buckets of gradients after the first backward pass. So the first iteration
+    of a resumed run would add the gradients of three or more ranks in another order than that of
+    an uninterrupted run. Here a backward pass of zeros arranges the buckets at construction, in the
+    reverse order of the parameters, which costs one exchange of gradients. With
+    ``find_unused_parameters`` torch never rearranges them. With ``static_graph`` or sparse
+    gradients the order is left to torch.
 
     Args:
         module: the model, on its device.
@@ -66,7 +66,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
 
 
 class _Zero(nn.Module):
-    """Computes 0 from parameters, such that the gradient of the last one is ready first."""
+    """Computes 0 from parameters, so that the gradient of the last one is ready first."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()

@@ -223,9 +223,7 @@ class Watchdog(HookBase):
             file.seek(0)
             stacks = file.read()
         report_hang(f"has made no progress for {self._limit_s:g} s", stacks, pause)
-        self._end.wait(
-            pause
-        )  # the first rank of another group may still have to report
+        self._end.wait(pause)  # the first rank of another group may have to report
         os._exit(EXIT_HUNG)  # Python's own exit would wait for the thread that hangs
 
 
