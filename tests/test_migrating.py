@@ -134,7 +134,6 @@ OBJECTS = {
     "hooks": hooks,
     "model": model.BaseModel,
     "optim_wrapper": TRAINER.optim_wrapper,
-    "self": model.BaseModel,
     "strategy": mmengine.SingleDeviceStrategy(),
     "torch": torch,
     "trainer": TRAINER,
@@ -145,6 +144,8 @@ OBJECTS = {
 def resolve(name: str) -> Any:
     first, *rest = name.split(".")
     found = OBJECTS.get(first)
+    if first == "self":  # a model or a trainer
+        found = next(e for e in (model.BaseModel, TRAINER) if hasattr(e, rest[0]))
     if found is None:
         found = next(
             getattr(place, first)
