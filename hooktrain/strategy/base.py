@@ -167,11 +167,8 @@ class BaseStrategy:
             self.launcher, backend, timeout=self.environment.timeout
         )
 
-    def _setup_distributed(
-        self, launcher: Launcher, backend: str | None = None, **kwargs: Any
-    ) -> None:
-        # MMEngine's name: its users override it.
-        environment.join_processes(launcher, backend, **kwargs)
+    # MMEngine's users override these two by their names.
+    _setup_distributed = staticmethod(environment.join_processes)
 
     def _set_randomness(
         self,
@@ -179,7 +176,6 @@ class BaseStrategy:
         diff_rank_seed: bool = False,
         deterministic: bool = False,
     ) -> None:
-        # MMEngine's name: its users override it.
         self.seed = set_random_seed(seed, deterministic, diff_rank_seed)
 
     def build_model(self, model: ModelSource) -> nn.Module:

@@ -150,7 +150,7 @@ def test_a_model_is_built_of_its_configuration(made: SingleDeviceStrategy) -> No
     built = made.build_model({**TOY, "dropout": 0.25})
     assert isinstance(built, Regression)
     assert built.dropout.p == 0.25
-    with pytest.raises(TypeError, match="model should be"):
+    with pytest.raises(TypeError, match=r"model .*\{\}"):
         made.build_model({"type": dict})
 
 
