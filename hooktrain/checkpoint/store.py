@@ -320,10 +320,9 @@ class Store:
         there = self._list()
         try:
             return there, self._read(there)
-        except (
-            FileNotFoundError
-        ):  # a machine that still trains has written the next one
-            return self._look()
+        except FileNotFoundError:
+            there = self._list()  # a machine that still trains has written the next one
+            return there, self._read(there)
 
     def _put(
         self, files: dict[str, str], there: dict[str, int], rank: int | None = None
