@@ -93,8 +93,8 @@ def setup_logger(
         distributed_rank: the rank of this process; None takes that of the process group, or
             torchrun's if there is no group yet. Ranks above 0 do not write to the terminal, and add
             ``.rank{N}`` to the name of the file. Ranks from 128 on write nothing.
-        color: whether to use colours, if the terminal has them. The variables NO_COLOR and
-            FORCE_COLOR take precedence.
+        color: whether to use colours, if the terminal has them and the variables NO_COLOR and
+            FORCE_COLOR do not decide otherwise.
         name: the name of the logger; "" is the root logger.
         configure_stdout: whether to write to the terminal.
         level: the records for the terminal: ``"quiet"`` is warnings and errors, ``"normal"`` is

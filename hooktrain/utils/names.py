@@ -40,24 +40,24 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f"; there is {shown}" if names else ""
 
 
-def as_list(given: Iterable[T], kind: type, what: str) -> list[T]:
+def as_list(given: Iterable[T], kind: type, name: str) -> list[T]:
     """The list of an argument that must be a collection of objects of one class.
 
     Args:
         given: the argument.
         kind: the class of its items, which may also be None.
-        what: the name of the argument, for the error.
+        name: the name of the argument, for the error.
 
     Raises:
         TypeError: for a single object or a string in place of a collection, and for an item of
             another class.
     """
     if isinstance(given, kind | str):
-        raise TypeError(f"{what} must be a list: [{given!r}]")
+        raise TypeError(f"{name} must be a list: [{given!r}]")
     items = list(given)
     for item in items:
         if not isinstance(item, kind | None):
-            raise TypeError(f"{what} must be {kind.__name__} objects: {item!r}")
+            raise TypeError(f"{name} must be {kind.__name__} objects: {item!r}")
     return items
 
 
@@ -101,7 +101,7 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
 
     Args:
         kind: the class.
-        instead: from the names of such methods to the advice what to do instead.
+        instead: for each such method, the advice on what to do instead of overriding it.
 
     Raises:
         TypeError: if the class defines one of these methods.
