@@ -20,8 +20,7 @@ from torchvision import datasets, models, transforms
 
 from hooktrain.config import LazyCall as L
 from hooktrain.data import build_test_loader, build_train_loader
-from hooktrain.demos import ImageClassifier
-from hooktrain.evaluation import ClassificationEvaluator
+from hooktrain.demos import ClassificationEvaluator, ImageClassifier
 
 from .common.optim import SGD as optimizer
 from .common.schedule import warmup_cosine as lr_multiplier

@@ -18,7 +18,7 @@ from hooktrain.compat.detectron2 import PeriodicCheckpointer, TrainerBase, comm
 from hooktrain.config import ConfigDict
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.samplers import TrainingSampler
-from hooktrain.demos import DigitsCNN, DigitsDataset
+from hooktrain.demos import ClassificationEvaluator, DigitsCNN, DigitsDataset
 from hooktrain.engine import (
     SimpleTrainer,
     default_argument_parser,
@@ -29,11 +29,7 @@ from hooktrain.engine import (
     launch,
 )
 from hooktrain.engine.defaults import create_ddp_model
-from hooktrain.evaluation import (
-    ClassificationEvaluator,
-    inference_on_dataset,
-    print_csv_format,
-)
+from hooktrain.evaluation import inference_on_dataset, print_csv_format
 from hooktrain.events import EventStorage, load_json_metrics
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import CosineParamScheduler, LRMultiplier, WarmupParamScheduler

@@ -16,6 +16,7 @@ from hooktrain import (
     checkpoint,
     config,
     data,
+    demos,
     engine,
     evaluation,
     events,
@@ -109,7 +110,7 @@ def test_every_script_of_the_guide_is_valid_python(name: str) -> None:
 # Where a name in the tables' right column can be from, in this order.
 MODULES: list[ModuleType] = [
     *(engine, hooks, solver, model, data, checkpoint, evaluation, config),
-    *(registry, events, env, logger, strategy, mmengine, detectron2),
+    *(registry, events, env, logger, strategy, mmengine, detectron2, demos),
     *(torch, nn.parallel, torch.amp, torch.utils.data, torch.optim.lr_scheduler),
 ]
 

@@ -20,6 +20,7 @@ from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.compat.mmengine import PolyLR
 from hooktrain.config import ConfigDict, LazyCall
 from hooktrain.data import build_test_loader, build_train_loader
+from hooktrain.demos import ClassificationEvaluator
 from hooktrain.engine import (
     HookBase,
     SimpleTrainer,
@@ -38,12 +39,7 @@ from hooktrain.engine.hooks import (
     PeriodicWriter,
     SkipNonFinite,
 )
-from hooktrain.evaluation import (
-    ClassificationEvaluator,
-    DatasetEvaluator,
-    MetricEvaluator,
-    inference_on_dataset,
-)
+from hooktrain.evaluation import DatasetEvaluator, MetricEvaluator, inference_on_dataset
 from hooktrain.events import CommonMetricPrinter, EventWriter, JSONWriter
 from hooktrain.model import BaseModel, ExponentialMovingAverage
 from hooktrain.solver import (

@@ -18,9 +18,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.compat import detectron2, mmengine
 from hooktrain.data import build_test_loader, build_train_loader
-from hooktrain.demos import CLASS_NAMES, DigitsCNN, DigitsDataset, RandomShift
+from hooktrain.demos import (
+    CLASS_NAMES,
+    ClassificationEvaluator,
+    DigitsCNN,
+    DigitsDataset,
+    RandomShift,
+)
 from hooktrain.engine import default_writers, hooks
-from hooktrain.evaluation import ClassificationEvaluator, inference_on_dataset
+from hooktrain.evaluation import inference_on_dataset
 from hooktrain.strategy import broadcast_buffers
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host, seed_step

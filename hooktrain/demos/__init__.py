@@ -1,5 +1,8 @@
 """Data sets, models, evaluators and hooks of the shipped configurations."""
 
+from hooktrain.demos.classification import (
+    ClassificationEvaluator as ClassificationEvaluator,
+)
 from hooktrain.demos.coco import (
     AspectRatioSampler as AspectRatioSampler,
     CocoDataset as CocoDataset,

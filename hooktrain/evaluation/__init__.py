@@ -7,9 +7,6 @@ from hooktrain.evaluation.evaluator import (
     inference_context as inference_context,
     inference_on_dataset as inference_on_dataset,
 )
-from hooktrain.evaluation.metrics import (
-    ClassificationEvaluator as ClassificationEvaluator,
-)
 from hooktrain.evaluation.testing import (
     flatten_results_dict as flatten_results_dict,
     print_csv_format as print_csv_format,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
+from hooktrain.demos import ClassificationEvaluator
 from hooktrain.evaluation import (
-    ClassificationEvaluator,
     DatasetEvaluator,
     MetricEvaluator,
     inference_context,

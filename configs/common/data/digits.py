@@ -2,8 +2,12 @@
 
 from hooktrain.config import LazyCall as L
 from hooktrain.data import build_test_loader, build_train_loader
-from hooktrain.demos import CLASS_NAMES, DigitsDataset, RandomShift
-from hooktrain.evaluation import ClassificationEvaluator
+from hooktrain.demos import (
+    CLASS_NAMES,
+    ClassificationEvaluator,
+    DigitsDataset,
+    RandomShift,
+)
 
 dataloader = dict(
     train=L(build_train_loader)(

@@ -34,7 +34,8 @@ class EvalHook(HookBase):
 
     Each call is seeded by the seed, the iteration and the rank. Its results go to
     ``trainer.after_evaluation``, which records them and calls the hooks. The same weights are
-    evaluated once: a run that is stopped right after an evaluation has no other one.
+    evaluated once: a run that is stopped right after an evaluation has no other one, nor has a
+    complete run that is started again.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
     what was trained is saved where that is due. A rank that fails among several waits some
@@ -47,8 +48,8 @@ class EvalHook(HookBase):
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
             Other values in it, such as torchmetrics' list of classes, are named in the log and
             left out.
-        eval_after_train: whether to evaluate at the end: in the last iteration, and in a run that
-            is stopped early or was complete when it began, behind it.
+        eval_after_train: whether to evaluate at the end: in the last iteration, or behind it if
+            the run was stopped early.
 
     Attributes:
         last_results: what the function returned last on this rank.
@@ -79,8 +80,14 @@ class EvalHook(HookBase):
         self._is_told = False  # that results are missing
 
     def before_train(self) -> None:
-        """Nothing is evaluated yet."""
+        """Find the results of a complete run that is started again."""
+        start = self.trainer.start_iter
         self._evaluated = -1  # so many iterations were done at the last evaluation
+        for name, history in self.trainer.storage.results().items():
+            ((value, iteration),) = history.tail(1)
+            if iteration >= start - 1:
+                self._evaluated = start
+                self.last_results = {**self.last_results, name: value}
 
     def after_step(self) -> None:
         """Evaluate where a period ends, and in the last iteration."""

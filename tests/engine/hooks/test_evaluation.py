@@ -101,12 +101,30 @@ def test_an_early_stop_evaluates_the_same_weights_once() -> None:
     assert trainer.iter == 4
 
 
-def test_a_complete_run_that_is_started_again_is_evaluated_again() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_complete_run_that_is_started_again_has_its_results(is_stopped: bool) -> None:
+    def make() -> tuple[Idle, EvalHook, EarlyStopping]:
+        evaluation = EvalHook(3, lambda: {"acc": done.append(trainer.done) or 0.5})  # type: ignore[func-returns-value]
+        stopping = EarlyStopping("acc", "max", patience=9)
+
+        def stop(trainer: Any) -> None:
+            if is_stopped and trainer.done == 4:
+                trainer.request_stop("enough")
+
+        trainer = Idle(evaluation, stopping, CallbackHook(after_step=stop))
+        return trainer, evaluation, stopping
+
     done: list[int] = []
-    trainer = Idle(EvalHook(2, lambda: done.append(trainer.done)))  # type: ignore[arg-type, func-returns-value]
-    trainer.train(0, 4)
-    trainer.train(max_iter=4)
-    assert done == [2, 4, 4]
+    first, _, judge = make()
+    first.train(0, 9 if is_stopped else 4)
+    assert done == [3, 4]
+    again, evaluation, judge_again = make()
+    again.load_state_dict(first.state_dict())
+    again.train(max_iter=4)
+    assert done == [3, 4]
+    assert evaluation.last_results == {"acc": 0.5}
+    assert judge_again.state_dict() == judge.state_dict()
+    assert again.storage.latest() == first.storage.latest()
 
 
 def test_a_result_and_a_metric_of_the_training_are_two_things(

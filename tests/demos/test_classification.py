@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gloo import run_ranks
-from hooktrain.evaluation import ClassificationEvaluator
+from hooktrain.demos import ClassificationEvaluator
 
 NAMES = ["cat", "dog", "007"]
 
@@ -107,7 +107,7 @@ def evaluate_shares() -> list[Any]:
     """The results, and how many tables this rank has logged for each."""
     labels, logits = random_samples(32)
     tables: list[str] = []
-    logger = logging.getLogger("hooktrain.evaluation.metrics")
+    logger = logging.getLogger("hooktrain.demos.classification")
     logger.debug = lambda *args: tables.append(args[0])  # type: ignore[method-assign, assignment]
     found: list[Any] = []
     for shares, _ in SHARES:

@@ -1,4 +1,4 @@
-"""The built-in metrics."""
+"""Accuracy and loss of a classifier."""
 
 import logging
 import math
