@@ -67,7 +67,7 @@ class Checkpointer:
             Only the process that writes the pointer to it knows it.
         run_files: a function that returns the paths of the files in ``save_dir`` that go to the
             store with each checkpoint. A trainer's
-            :class:`~hooktrain.engine.hooks.PeriodicCheckpointer` sets it to what its hooks say.
+            :class:`hooktrain.engine.hooks.PeriodicCheckpointer` sets it to what its hooks say.
 
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.

@@ -358,7 +358,7 @@ class BestCheckpointer(HookBase):
                 self._val_metric,
                 self.best_metric,
                 self.best_iter,
-                self._file_prefix,
+                self._file_prefix + ("" if self._checkpointer.sharded else ".pth"),
             )
 
     def run_files(self) -> list[str]:
