@@ -88,10 +88,8 @@ class Store:
         self._folder = Path(folder)
         self._is_local = getattr(self._system, "local_file", False)
         if self._is_local:
-            is_inside = (
-                Path(self._root).resolve().is_relative_to(self._folder.resolve())
-            )
-            if is_inside or not self.address.endswith(self._root):
+            root, folder = Path(self._root).resolve(), self._folder.resolve()
+            if root.is_relative_to(folder) or not self.address.endswith(self._root):
                 raise ValueError(
                     f"the store {self.address!r} would be the folder {self._root}: give an "
                     "address, such as s3://bucket/run, or an absolute path outside of the output "
@@ -133,8 +131,9 @@ class Store:
                 checkpoints of another run begin, which come last.
 
         Raises:
-            CorruptCheckpointError: at the end, if one in the store was broken.
-            OSError: if the store or the disk fails; at the end, if files were missing in the store.
+            CorruptCheckpointError: if no pointer is intact; at the end, if a checkpoint in the
+                store was broken.
+            OSError: if the store or the disk fails.
         """
         there, stored = self._look()
         broken = []
@@ -160,7 +159,7 @@ class Store:
                 yield name
         if broken:
             raise CorruptCheckpointError(
-                f"{self.address} has none but broken ones: {broken}"
+                f"in {self.address} these are broken: {[each['name'] for each in broken]}"
             )
 
     def _fetch(self, saved: Entry, others: list[Entry], there: dict[str, int]) -> None:
@@ -176,9 +175,8 @@ class Store:
                     raise
                 logger.error("LEFT OUT, since it is not intact: %s", error)
         write_iteration(self._folder, saved["iteration"])
-        write_pointer(
-            self._folder, saved["name"]
-        )  # last: after a kill all is fetched again
+        # Last, so that after a kill all of it is fetched again.
+        write_pointer(self._folder, saved["name"])
 
     def _get(self, entry: Entry, there: dict[str, int]) -> None:
         """Bring a file, or a folder of shards, and verify it."""

@@ -292,8 +292,9 @@ def test_a_checkpoint_of_the_store_counts_more_than_one_of_another_run(
     change(memory, "model_0000029.pth", None)
     nn.init.constant_(first.model.weight, 2000)
     first.save("model_0002000", tag=False, iteration=2000)
-    for path in (tmp_path / "a").glob("model_00000*"):
-        path.write_bytes(b"damaged")
+    for name in ("model_0000009.pth", "model_0000019.pth"):
+        (tmp_path / "a" / name).unlink()
+    (tmp_path / "a" / "model_0000029.pth").write_bytes(b"damaged")
     assert resumed(tmp_path / "a", memory) == 19
 
 
@@ -352,7 +353,7 @@ def test_a_link_in_a_store_is_not_followed(tmp_path: Path) -> None:
     first.begin_run(is_new=True)
     write_beside(first)
     save(first, 9)
-    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "secret").write_text("secret" * 9)  # no less than the file had
     (link,) = store.glob("*-config.json")
     link.unlink()
     link.symlink_to(tmp_path / "secret")
@@ -453,7 +454,9 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
     return Refusing(monkeypatch)
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
 def test_a_checkpoint_that_is_deleted_before_it_is_there_is_not_named(
+    is_listed: bool,
     memory: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -468,9 +471,17 @@ def test_a_checkpoint_that_is_deleted_before_it_is_there_is_not_named(
         (tmp_path / "a" / "model_0000019.pth").unlink()
         return ls(*args, **options)
 
-    monkeypatch.setattr(MemoryFileSystem, "ls", listed_late)
+    def deleted(*_: Any) -> int:
+        (tmp_path / "a" / "model_0000019.pth").unlink()
+        return 19
+
+    if is_listed:
+        monkeypatch.setattr(MemoryFileSystem, "ls", listed_late)
+    else:
+        monkeypatch.setattr(store_module, "pointed_iteration", deleted)
     offer(first, 19)
     first.give_up()  # it waits for the upload
+    monkeypatch.undo()
     assert "NOT IN THE STORE" in caplog.text
     assert resumed(tmp_path / "b", memory) == 9
     assert list(stored(memory)) == ["model_0000009.pth", "pointer-00000001"]
