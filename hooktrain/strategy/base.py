@@ -121,7 +121,11 @@ class BaseStrategy:
         """
         self.setup()
         if hasattr(self, "model"):
-            self._check_same_model(model)
+            bare = unwrap_model(self.model)
+            if isinstance(model, nn.Module) and unwrap_model(model) is not bare:
+                raise ValueError(
+                    "this strategy has prepared another model: make a strategy for each model"
+                )
             return self.model
         built = self.build_model(model)
         self.init_model_weights(built)
@@ -129,14 +133,6 @@ class BaseStrategy:
             checkpoint_activations(built, self.activation_checkpointing)
         self.model = self.compile_model(self.wrap_model(built), compile)
         return self.model
-
-    def _check_same_model(self, model: ModelSource) -> None:
-        if not isinstance(model, nn.Module):
-            return
-        if unwrap_model(model) is not unwrap_model(self.model):
-            raise ValueError(
-                "this strategy has prepared another model: make a strategy for each model"
-            )
 
     def setup(self) -> None:
         """Join the other processes, choose the device, and seed. A collective.
