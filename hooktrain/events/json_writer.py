@@ -188,7 +188,7 @@ class JSONWriter(ScalarWriter):
             return
         before = self.cut.popleft()
         for name, was in before.items():
-            value = row.get(name, was)
+            value = row.get(name, "missing")
             if value != was and not _OF_THE_MACHINE.search(name):
                 logger.warning(_NOT_EXACT, name, iteration, value, was, determinism())
                 self.cut.clear()

@@ -239,6 +239,19 @@ def test_the_first_value_that_differs_after_a_resume_is_named_without_blame(
     assert "use_deterministic_algorithms is OFF" in warning
 
 
+def test_a_metric_that_a_resumed_run_no_longer_writes_is_named(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resumed(path, "", 0, 30)
+    lines = path.read_text().splitlines()
+    lines[15] = lines[15].replace("{", '{"quality": 3.0, ')
+    path.write_text("\n".join(lines) + "\n")
+    with caplog.at_level(logging.INFO):
+        resumed(path, "")
+    (warning,) = [m for m in caplog.messages if "xactly" in m]
+    assert "quality of iteration 15 is 'missing', and was 3.0 before" in warning
+
+
 @pytest.mark.parametrize("stop", [40, 67])
 def test_what_was_written_right_after_a_save_stays(stop: int, path: Path) -> None:
     whole = path.with_name("whole.json")

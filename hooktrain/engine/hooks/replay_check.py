@@ -150,7 +150,7 @@ def _computed(model: nn.Module, losses: dict[str, Tensor]) -> Rows:
     gradients = ((f"{name}.grad", p.grad) for name, p in model.named_parameters())
     for name, each in chain(losses.items(), model.named_buffers(), gradients):
         if each is not None:
-            yield name, local_tensor(each.detach()).flatten().clone()
+            yield name, local_tensor(each.detach()).to_dense().flatten().clone()
 
 
 def _difference(first: Rows, second: Rows) -> str:

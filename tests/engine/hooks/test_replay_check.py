@@ -351,3 +351,33 @@ def test_ranks_that_have_other_weights_know_it_at_their_next_exchange() -> None:
         assert "in iteration 6:" in text  # the last check before the exchange
         assert "on the ranks [1]" in text
         assert updates == 7  # the eighth has exchanged
+
+
+def test_sparse_gradients_are_compared() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4, sparse=True)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.embedding(words).square().mean()
+
+    model = Words()
+    trainer = SimpleTrainer(model, [torch.tensor([1, 2])], sgd(model, momentum=0.0))
+    trainer.register_hooks([ReplayCheck(2)])
+    trainer.train(max_iter=4)
+    passes = []
+
+    class Bent(SimpleTrainer):
+        def compute_gradients(self, batches: Any) -> Any:
+            found = super().compute_gradients(batches)
+            passes.append(self.iter)
+            if len(passes) == 3:
+                self.model.embedding.weight.grad.mul_(2)  # type: ignore[union-attr, operator]
+            return found
+
+    model = Words()
+    trainer = Bent(model, [torch.tensor([1, 2])], sgd(model, momentum=0.0))
+    trainer.register_hooks([ReplayCheck(2)])
+    with pytest.raises(RuntimeError, match=r"embedding\.weight\.grad"):
+        trainer.train(max_iter=4)
