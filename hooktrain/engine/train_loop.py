@@ -296,7 +296,7 @@ class TrainerBase:
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, and raise the first error."""
         if self.succeeded:
-            self.iter = self.max_iter
+            self.iter = self.storage.max_iter = self.max_iter  # an early stop lowers it
             # A run that was complete when it began has seeded no step.
             self.seed_generators(self.done, "end")
         self.storage.iter = self.iter

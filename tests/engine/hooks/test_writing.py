@@ -21,6 +21,7 @@ from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
+    EarlyStopping,
     EvalHook,
     IterationTimer,
     PeriodicCheckpointer,
@@ -427,3 +428,18 @@ def test_a_resume_proves_itself_and_finds_a_weight_that_is_bent_by_one_bit(
     exact, warning = said
     assert exact == "Resumed exactly: 2 rows computed again are equal"
     assert "mean_loss of iteration 19" in warning
+
+
+def test_an_early_stop_writes_no_row_behind_its_last_one(tmp_path: Path) -> None:
+    def evaluate() -> dict[str, float]:
+        return {"accuracy": 1.0}
+
+    file = tmp_path / "metrics.json"
+    trainer = linear_trainer(
+        EvalHook(2, evaluate),
+        EarlyStopping("accuracy", "max", patience=1),
+        PeriodicWriter([CommonMetricPrinter(), JSONWriter(file)], period=2),
+    )
+    trainer.train(max_iter=20)
+    assert trainer.done == 4
+    assert [row["iteration"] for row in load_json_metrics(file)] == [1, 3]
