@@ -39,7 +39,7 @@ from hooktrain.events import (
     get_event_storage,
     load_json_metrics,
 )
-from toys import Idle, LinearLoss, batches, sgd
+from toys import Idle, LinearLoss, batches, linear_trainer, sgd
 
 
 def take(clock: SimpleNamespace, seconds: float) -> Callable[[object], None]:
