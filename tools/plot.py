@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any
 
 from hooktrain.events import load_json_metrics
-from hooktrain.utils.names import is_loss
+from hooktrain.utils.names import did_you_mean, is_loss
 
 Points = list[tuple[int, float]]
 
@@ -40,12 +40,20 @@ class Line:
 
     @property
     def points(self) -> Points:
-        """The points that are drawn: iterations and means."""
+        """The points that are drawn: iterations, and means of the finite values."""
         means: Points = []
         for end, (iteration, _) in enumerate(self.values, 1):
             last = self.values[max(0, end - self.count) : end]
-            means.append((iteration, fmean(value for _, value in last)))
+            finite = [value for _, value in last if math.isfinite(value)]
+            means.append((iteration, fmean(finite) if finite else math.nan))
         return means
+
+    def describe(self, label: str) -> str:
+        """The label, with the number of values that cannot be drawn."""
+        missing = sum(not math.isfinite(value) for _, value in self.values)
+        if not missing:
+            return label
+        return f"{label} ({missing} of {len(self.values)} not finite)"
 
 
 Panel = dict[str, Line]  # by label
@@ -54,6 +62,7 @@ Panels = dict[str, Panel]  # by title
 TITLES = ["losses", "results", "others", "rates", "times in seconds"]
 MARKS = "*+o#x@%&"
 ROWS = 10  # of a panel of characters
+DERIVED = ("eta_seconds", "mean_loss")  # metrics that are shown on demand only
 
 
 def panel_of(metric: str, is_seldom: bool) -> str:
@@ -75,17 +84,24 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
         wanted: the metrics to show; none shows all but the remaining time, and a loss that is the
             total loss or its mean.
         count: how many values to smooth the losses of training over.
+
+    Raises:
+        ValueError: if there are no metrics, or no run has one that is wanted.
     """
     panels: Panels = defaultdict(dict)
     kinds = {}  # of the panels
-    for number, (run, name_of_run) in enumerate(zip(runs, names_of(runs), strict=True)):
-        metrics = read_run(run)
+    found = [read_run(run) for run in runs]
+    refuse_missing(wanted, {name for metrics in found for name in metrics}, runs)
+    for number, (metrics, name_of_run) in enumerate(
+        zip(found, names_of(runs), strict=True)
+    ):
         total = metrics.get("total_loss", [])
         losses = [metrics[name] for name in metrics if is_of_training(name)]
         of_training = total or max(losses, key=len, default=[])
         for name, points in sorted(metrics.items()):
             is_total = points == total and name != "total_loss"
-            if name not in wanted if wanted else is_total:
+            is_derived = name in DERIVED or is_total
+            if name not in wanted if wanted else is_derived:
                 continue
             # Training writes all of its metrics together; evaluations write when they come.
             is_seldom = bool(of_training) and not is_written_with(points, of_training)
@@ -98,6 +114,17 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
             kinds.setdefault(title, TITLES.index(kind))
             panels[title][label] = line
     return {title: panels[title] for title in sorted(kinds, key=lambda t: kinds[t])}
+
+
+def refuse_missing(wanted: list[str], there: set[str], runs: list[Path]) -> None:
+    """Raise ValueError if no run has a metric that is wanted, or any metric."""
+    where = [*map(str, runs)]
+    if not there:
+        raise ValueError(f"no metrics in {where}")
+    for name in wanted:
+        if name not in there:
+            hint = did_you_mean(name, sorted(there))
+            raise ValueError(f"no metric {name!r} in {where}{hint}")
 
 
 def is_of_training(name: str) -> bool:
@@ -119,16 +146,40 @@ def names_of(runs: list[Path]) -> list[str]:
 
 
 def read_run(run: Path) -> dict[str, Points]:
-    """The points of each metric of one run."""
-    lines: dict[str, Points] = defaultdict(list)
+    """The points of each metric of one run.
+
+    A row may lack a metric or have null for it. Values that are no numbers are left out, and told
+    once for each metric.
+
+    Raises:
+        ValueError: if the file is not one of metrics.
+    """
+    points: dict[str, Points] = defaultdict(list)
+    left_out = {}
     file = run / "metrics.json" if run.is_dir() else run
+    refuse_other_file(file)
     for row in load_json_metrics(file):
-        iteration = row.pop("iteration")
-        for name in ("eta_seconds", "mean_loss"):
-            row.pop(name, None)
+        iteration = int(row.pop("iteration"))
         for name, value in row.items():
-            lines[name].append((iteration, value))
-    return {name: sorted(points) for name, points in lines.items()}
+            if isinstance(value, int | float):
+                points[name].append((iteration, float(value)))
+            elif value is not None:
+                left_out.setdefault(name, (value, iteration))
+    for name, (value, iteration) in left_out.items():
+        what = f"{name!r} is {value!r:.80} in iteration {iteration}"
+        print(f"{file}: left out, since it is no number: {what}", file=sys.stderr)
+    return {name: sorted(points[name]) for name in points}
+
+
+def refuse_other_file(file: Path) -> None:
+    """Raise ValueError for a file without any row of metrics, such as a checkpoint."""
+    with file.open("rb") as lines:
+        is_of_metrics = any(b'"iteration"' in line for line in lines)
+    if not is_of_metrics:
+        raise ValueError(
+            f"{str(file)!r} has no line of JSON with an 'iteration' and metrics: give the folder "
+            "of a run, or its metrics.json"
+        )
 
 
 def spans_decades(panel: Panel) -> bool:
@@ -159,9 +210,16 @@ def picture(
             color = f"C{place if line.run is None else line.run}"
             points = zip(*line.points, strict=True)
             # Of equal lines the first one is seen.
-            ax.plot(*points, style, color=color, label=label, zorder=3 - place / 1000)
+            ax.plot(
+                *points,
+                style,
+                color=color,
+                label=line.describe(label),
+                zorder=3 - place / 1000,
+            )
             if line.count > 1:
-                ax.plot(*zip(*line.values, strict=True), color=color, alpha=0.25)
+                single = zip(*replace(line, count=1).points, strict=True)
+                ax.plot(*single, color=color, alpha=0.25)
         scale = "log" if log and spans_decades(panel) else "linear"
         ax.set(title=heading, yscale=scale)
         ax.grid(alpha=0.3)
@@ -217,8 +275,8 @@ class Grid:
             label = f"{10**y if log else y:.4g}" if has_tick else ""
             drawn.append(f"{label:>10} {'+' if label else '|'}{''.join(row)}".rstrip())
         drawn += self.axis()
-        for mark, label in zip(marks, panel, strict=True):
-            drawn.append(f"{'':12}{mark} {label}")
+        for mark, (label, line) in zip(marks, panel.items(), strict=True):
+            drawn.append(f"{'':12}{mark} {line.describe(label)}")
         return "\n".join(drawn)
 
     def axis(self) -> list[str]:
@@ -282,27 +340,30 @@ def main(arguments: list[str] | None = None) -> int:
     path = args.out or (first if first.is_dir() else first.parent) / "metrics.png"
     title = ", ".join(names_of(args.runs))
     clear = "" if args.watch is None or not sys.stdout.isatty() else "\033[H\033[2J"
-    while True:
-        try:
-            panels = read(args.runs, args.metrics, args.smooth)
-            if not panels:
-                what = f"none of {args.metrics}" if args.metrics else "no metrics"
-                raise ValueError(f"{what} in {[*map(str, args.runs)]}")
-            if not is_text:
-                picture(panels, title, path, args.log, args.watch)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
+
+    def draw() -> None:
+        panels = read(args.runs, args.metrics, args.smooth)
         if is_text:
             columns, _ = shutil.get_terminal_size()
             print(clear + text(panels, title, args.log, columns))
         else:
+            picture(panels, title, path, args.log, args.watch)
             print(path)
-        if args.watch is None:
-            return 0
-        try:
+
+    try:
+        while True:
+            try:
+                draw()
+            except (ArithmeticError, OSError, ValueError) as error:
+                if args.watch is None:
+                    parser.error(str(error))
+                # A run that has just begun has no metrics so far.
+                print(f"{clear}plot.py: {error}")
+            if args.watch is None:
+                return 0
             time.sleep(args.watch)
-        except KeyboardInterrupt:
-            return 0
+    except KeyboardInterrupt:
+        return 0
 
 
 if __name__ == "__main__":

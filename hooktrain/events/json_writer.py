@@ -218,7 +218,7 @@ def load_json_metrics(path: str | os.PathLike[str]) -> list[Row]:
     lines = []
     for _, _, line in _read_lines(path, path.read_bytes()):
         for name, value in line.items():
-            if isinstance(value, str):
+            if value in ("nan", "inf", "-inf"):
                 line[name] = float(value)
         lines.append(line)
     return lines

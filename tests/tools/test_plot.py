@@ -1,6 +1,7 @@
 """tools/plot.py, run in this process: what it reads, draws and says."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,83 @@ def test_what_comes_from_evaluations_is_a_result(
     }
     counts = [line.count for panel in panels.values() for line in panel.values()]
     assert counts == [9, 9, 9, 1, 1, 1]
+
+
+def test_a_mean_is_of_finite_values_and_the_others_are_counted(run: Path) -> None:
+    losses = [6.0, "inf", "-inf", 2.0, "nan", "nan", "nan", "nan"]
+    rows = [{"iteration": i, "total_loss": x} for i, x in enumerate(losses)]
+    file = run / "metrics.json"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    panels = plot.read([run], [], count=4)
+    points = panels["losses"]["total_loss"].points
+    assert [y for _, y in points[:7]] == [6.0, 6.0, 6.0, 4.0, 2.0, 2.0, 2.0]
+    assert math.isnan(points[7][1])
+    counted = "total_loss (6 of 8 not finite)"
+    assert counted in plot.text(panels, "run", log=True, columns=60)
+    legends = []
+    with pytest.MonkeyPatch.context() as patch:
+        legend = "matplotlib.axes.Axes.legend"
+        patch.setattr(legend, lambda ax, **_: legends.extend(ax.lines))
+        plot.picture(panels, "run", run / "a.png", log=True)
+    mean, single = legends
+    assert mean.get_label() == counted
+    # matplotlib draws -inf on a logarithmic scale as a line down.
+    assert not any(map(math.isinf, single.get_ydata()))
+
+
+@pytest.mark.parametrize("options", [[], ["--text"]], ids=["picture", "text"])
+def test_a_metric_that_is_never_finite_is_drawn(run: Path, options: list[str]) -> None:
+    (run / "metrics.json").write_text('{"iteration": 1, "total_loss": "nan"}')
+    assert plot.main([str(run), "--log", *options]) == 0
+
+
+def test_rows_of_other_writers_are_read(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"iteration": 1.0, "total_loss": 2, "acc": None, "text": "abc", "lr": [1, 2]},
+        {"iteration": 3.0, "total_loss": 1, "acc": 0.5, "text": "d", "lr": {"a": 1}},
+    ]
+    file = run / "metrics.json"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert plot.read_run(run) == {"total_loss": [(1, 2.0), (3, 1.0)], "acc": [(3, 0.5)]}
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}: left out, since it is no number: 'text' is 'abc' in iteration 1",
+        f"{file}: left out, since it is no number: 'lr' is [1, 2] in iteration 1",
+    ]
+    assert plot.main([str(run), "--text"]) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04\n\n\n", b'{"step": 1}\n'])
+def test_a_file_of_another_kind_is_one_error(
+    content: bytes,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "model_final.pth"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit):
+        plot.main([str(file), "--text"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"'{file}' has no line of JSON with an 'iteration'" in error
+    assert caplog.messages == []
+
+
+def test_the_remaining_time_and_the_mean_of_the_loss_are_drawn_on_demand(
+    run: Path,
+) -> None:
+    wanted = ["eta_seconds", "mean_loss"]
+    row = {"iteration": 5, "mean_loss": 1.0}
+    with (run / "metrics.json").open("a") as file:
+        file.write(json.dumps(row))
+    shown = plot.read([run], wanted, count=1)
+    assert {title: [*panel] for title, panel in shown.items()} == {
+        "losses": ["mean_loss"],
+        "times in seconds": ["eta_seconds"],
+    }
+    names = {name for panel in plot.read([run], [], count=1).values() for name in panel}
+    assert names.isdisjoint(wanted)
 
 
 def test_runs_are_told_apart(run: Path, tmp_path: Path) -> None:
@@ -144,7 +222,7 @@ def test_in_a_terminal_it_is_drawn_by_characters() -> None:
         "           ++---+---+---+---+---+",
         "            0   2   4   6   8  10",
         "            * a",
-        "            + b",
+        "            + b (1 of 2 not finite)",
     ]
     assert results.splitlines()[0].strip() == "results"
     assert results.splitlines()[1] == "        99 +          *"
@@ -176,7 +254,8 @@ def test_a_closed_pipe_is_no_error(run: Path) -> None:
     ("arguments", "text"),
     [
         (["nowhere"], "No such file or directory: 'nowhere'"),
-        (["RUN", "--metrics", "acuracy"], "none of ['acuracy'] in"),
+        (["RUN", "--metrics", "lr", "grad_nrom"], "did you mean 'grad_norm'?"),
+        (["RUN", "--metrics", "xyz"], "there is 'classification/accuracy', "),
         (["RUN", "--smooth", "0"], "--smooth must be at least 1, got 0"),
         (["RUN", "--text", "--out", "a.png"], "a picture needs matplotlib"),
     ],
@@ -206,3 +285,35 @@ def test_it_is_drawn_again_until_the_user_ends_it(
     waited.clear()
     assert plot.main([str(run), "--watch", "--out", str(run / "a.html")]) == 0
     assert '<meta http-equiv="refresh" content="10.0">' in (run / "a.html").read_text()
+
+
+def test_a_run_without_metrics_so_far_is_waited_for(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "metrics.json"
+    steps = [
+        lambda: file.rename(run / "later"),
+        lambda: file.touch(),
+        lambda: (run / "later").replace(file),
+    ]
+
+    def sleep(_: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop(0)()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert plot.main([str(run), "--text", "--watch"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("* total_loss") == 2
+    assert printed.count("No such file") == printed.count("has no line of JSON") == 1
+
+
+def test_the_user_ends_it_while_it_draws(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plot, "text", interrupted)
+    assert plot.main([str(run), "--text", "--watch"]) == 0
