@@ -1,6 +1,7 @@
 """Where the time of a run goes, and when periods such as ``"10 minutes"`` end."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
@@ -27,7 +28,7 @@ class Clock:
     is_shared = False
 
     def __init__(self) -> None:
-        self.pauses: dict[str, float] = {}
+        self.pauses: dict[str, float] = defaultdict(float)
         self.own = self.agreed = self.now = self.before = 0.0
         self._since = 0.0
 
@@ -59,7 +60,7 @@ class Clock:
         """Count the time inside of this under a name."""
         start = self.read()
         yield
-        self.pauses[name] = self.pauses.get(name, 0.0) + self.read() - start
+        self.pauses[name] += self.read() - start
 
     def state_dict(self) -> dict[str, float]:
         """The seconds, those in the steps under ``"step"``."""
@@ -67,6 +68,6 @@ class Clock:
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
         """Load what :meth:`state_dict` returned."""
-        self.pauses = dict(state_dict)
+        self.pauses = defaultdict(float, state_dict)
         self.own = self.pauses.pop("step", 0.0)
         self.agreed = self.now = self.before = self.own

@@ -38,7 +38,7 @@ class LossRecorder:
     def __init__(self, storage: EventStorage, iteration: int = 0) -> None:
         self._storage = storage
         self._alone = comm.get_world_size() == 1
-        self._waiting = EventStorage()
+        self._waiting = storage if self._alone else EventStorage()
         self._data_times: dict[int, float] = {}  # by iteration; they wait, too
         # The places of the names that all ranks know.
         self._columns: dict[str, int] = {}
@@ -94,9 +94,8 @@ class LossRecorder:
             self._to_check.update(checked)
         elif iteration not in self._tolerated:
             _refuse_non_finite(checked, values, iteration)
-        target = self._storage if self._alone else self._waiting
         for name, value in values.items():
-            target.put_scalar(name, value, True, iteration)
+            self._waiting.put_scalar(name, value, True, iteration)
         name = "data_time" if self._alone else "rank_data_time"
         self._storage.put_scalar(name, data_time, True, iteration)
         if not self._alone:
@@ -165,7 +164,7 @@ class LossRecorder:
             FloatingPointError: for the first one that is not finite, with its iteration.
         """
         losses: dict[int, dict[str, float]] = {}  # by iteration
-        sources = (self._storage, self._waiting) if self._to_check else ()
+        sources = {self._storage, self._waiting} if self._to_check else ()
         for source in sources:
             # Host-device synchronisation: reads what was recorded since the last time.
             for name, history in source.histories().items():

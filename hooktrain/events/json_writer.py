@@ -135,8 +135,7 @@ class JSONWriter(ScalarWriter):
             lock_folder(self._path.parent)  # the lines may be another run's
             data = self._path.read_bytes()
         size = storage.file_sizes.get(self.name, len(data))
-        if self.name in storage.file_sizes:
-            size = self._with_late_write(data, size, iteration - 1)
+        size = self._with_late_write(data, size, iteration - 1)
         self.cut.clear()
         kept = []
         last = -1

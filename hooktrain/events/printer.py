@@ -51,9 +51,7 @@ class CommonMetricPrinter(ScalarWriter):
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
             for i in range(0, len(results), 2):  # a line of more would be too long
-                pair = results[i : i + 2]
-                text = "  ".join([head, *pair])
-                self.logger.info(text)
+                self.logger.info("  ".join([head, *results[i : i + 2]]))
             line = [head, *fields]
             if is_running and iteration == storage.iter:
                 line = [*self._eta(storage, end), *line, *_memory()]

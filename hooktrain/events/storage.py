@@ -21,9 +21,9 @@ Scalar = float | np.generic | media.Array  # with one element
 _MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
 _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
 
-_COLUMNS = ("iteration", "mean_loss")  # which JSONWriter adds to the metrics
 # A result of such a name gets another one, whether the training has the metric yet or not.
-_OF_THE_TRAINING = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
+# JSONWriter adds the first two to the metrics.
+_OF_THE_TRAINING = ("iteration", "mean_loss", "total_loss", "time", "data_time", "lr")
 
 logger = logging.getLogger(__name__)
 
@@ -147,20 +147,18 @@ class EventStorage:
             results: the numbers by name.
         """
         for name, value in results.items():
-            history = self._results.get(name)
-            if history is None:
-                history = self._results[name] = HistoryBuffer()
-                history.smoothing_hint = False
-                shown = next(n for n, h in self._named().items() if h is history)
+            if name not in self._results:
+                self._results[name] = HistoryBuffer()
+                self._results[name].smoothing_hint = False
+                *_, shown = self._named()  # the newest result comes last
                 if shown != name:
-                    logger.log(
-                        logging.WARNING if name in _COLUMNS else logging.INFO,
+                    logger.info(
                         "The result %r of the evaluation is recorded as %r, since the training "
                         "has that name",
                         name,
                         shown,
                     )
-            history.update(value, self.iter)
+            self._results[name].update(value, self.iter)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
         """Queue a copy of an image for the writers. This waits for the device of the image.
@@ -238,11 +236,12 @@ class EventStorage:
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
         """By metric, the last value, or the median of the last iterations if its hint says so."""
-        latest = self.latest()
-        for name, history in self._named().items():
+        latest = {}
+        for name, history in self.histories().items():
+            ((value, iteration),) = history.tail(1)
             if history.smoothing_hint:
-                _, iteration = latest[name]
-                latest[name] = (median(history.recent(window_size)), iteration)
+                value = median(history.recent(window_size))
+            latest[name] = (value, iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:

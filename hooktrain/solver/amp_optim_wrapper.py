@@ -122,8 +122,7 @@ class AmpOptimWrapper(OptimWrapper):
                 self.count_skipped_update()
             return not skipped
         # Added up there, and fetched with the other metrics: nothing waits.
-        self.skipped_updates = self.skipped_updates + skipped
-        self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
+        self.count_skipped_update(skipped)
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -153,9 +153,9 @@ class OptimWrapper:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide a loss by the passes of its accumulation, for the gradients of the mean."""
-        if self.accumulative_counts == 1:
-            return loss
         size = self.accumulative_counts
+        if size == 1:
+            return loss
         left = self._max_counts - self.inner_count
         if left > 0:
             done = (self.inner_count - self._first_count) % size
@@ -265,9 +265,9 @@ class OptimWrapper:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def count_skipped_update(self) -> None:
-        """Count and log a skipped update."""
-        self.skipped_updates += 1
+    def count_skipped_update(self, skipped: Any = 1) -> None:
+        """Count and log a skipped update, or what a tensor on a device says: 1 if it is one."""
+        self.skipped_updates = self.skipped_updates + skipped
         self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
 
     def _put_scalar(self, name: str, value: Any, smooth: bool = True) -> None:

@@ -115,18 +115,14 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.inner_count = self._first.inner_count
 
-    def unscale_gradients(self) -> None:
-        """See :meth:`OptimWrapper.unscale_gradients`."""
-        for wrapper in self.values():
-            wrapper.unscale_gradients()
-
     def step(self, **kwargs: Any) -> bool:
         """Unscale all gradients, call ``after_backward``, then let each clip and update its own.
 
         Returns:
             False where a scaler has skipped one of them.
         """
-        self.unscale_gradients()
+        for wrapper in self.values():
+            wrapper.unscale_gradients()
         if self.after_backward is not None:
             self.after_backward()
         updated = [wrapper.step(**kwargs) for wrapper in self.values()]

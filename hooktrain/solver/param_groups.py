@@ -154,11 +154,7 @@ def get_default_optimizer_params(
 
 def _given(**settings: float | None) -> ParamGroup:
     """Those that are not None."""
-    given = {}
-    for name, value in settings.items():
-        if value is not None:
-            given[name] = value
-    return given
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:

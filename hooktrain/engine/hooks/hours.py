@@ -49,8 +49,7 @@ class Hours(HookBase):
         for writer in writers:
             if start > 0 and isinstance(writer, JSONWriter) and writer.cut:
                 again = writer.cut[-1]["iteration"] + 1 - start
-                before = clock.pauses.get("again", 0.0)
-                clock.pauses["again"] = before + again * clock.own / start
+                clock.pauses["again"] += again * clock.own / start
                 return
 
     def before_step(self) -> None:

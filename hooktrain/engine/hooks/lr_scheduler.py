@@ -88,11 +88,12 @@ class LRScheduler(HookBase):
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
         self._refuse_twice()
-        # An epoch is enough to see whether others step, too; then a step costs less.
-        length = max(self.trainer.sync_period, self.trainer.epoch_length or 0)
-        self._to_watch = length + 1
-        if not self._driven:
-            self._to_watch = 0
+        self._to_watch = 0
+        if self._driven:
+            # An epoch is enough to see whether others step, too; then a step costs less.
+            length = max(self.trainer.sync_period, self.trainer.epoch_length or 0)
+            self._to_watch = length + 1
+        else:
             logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
             self.check_state_dict(self._loaded)
@@ -134,15 +135,25 @@ class LRScheduler(HookBase):
         Returns:
             The schedule, or the multiplier that is made of it.
         """
-        _check_schedule(scheduler, optimizer, self._metric)
+        if not isinstance(scheduler, ParamScheduler | TorchScheduler):
+            raise TypeError(
+                "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
+                "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
+                f"{scheduler!r}"
+            )
         if isinstance(scheduler, ParamScheduler):
+            _warn_of_rates(scheduler, optimizer)
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
             last = self.trainer.iter - 1
             scheduler = LRMultiplier(optimizer, scheduler, length, last)
         self.drive(scheduler, optimizer, "lr")
         if isinstance(scheduler, ReduceLROnPlateau):
-            self.watch(str(self._metric), scheduler.step)
+            if self._metric is None:
+                raise ValueError(
+                    "ReduceLROnPlateau needs hooks.LRScheduler(metric=...), a name"
+                )
+            self.watch(self._metric, scheduler.step)
         elif isinstance(scheduler, LRMultiplier):
             self.step_every(scheduler, by_epoch=False)
         else:
@@ -199,10 +210,8 @@ class LRScheduler(HookBase):
         ]
         rates = [rate for rate, _ in driven]
         for rate, schedule in driven:
-            times = driven.count((rate, schedule))
-            if isinstance(schedule, LRMultiplier):
-                times = rates.count(rate)
-            if times > 1:
+            is_set_twice = isinstance(schedule, LRMultiplier) and rates.count(rate) > 1
+            if is_set_twice or driven.count((rate, schedule)) > 1:
                 raise ValueError(
                     "a rate has a multiplier and another schedule, or one twice: give "
                     f"one, not {self.scheduler!r} (are hooks registered twice?)"
@@ -295,25 +304,8 @@ def _unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _check_schedule(schedule: Any, optimizer: Optimizer, metric: str | None) -> None:
-    """Warn of a schedule of rates, where one of multipliers belongs.
-
-    Raises:
-        TypeError: for what is no schedule, such as a configuration.
-        ValueError: for a plateau without the metric that it watches.
-    """
-    if not isinstance(schedule, ParamScheduler | TorchScheduler):
-        raise TypeError(
-            "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
-            "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
-            f"{schedule!r}"
-        )
-    if isinstance(schedule, ReduceLROnPlateau) and metric is None:
-        raise ValueError(
-            "ReduceLROnPlateau needs hooks.LRScheduler(metric=...), a name"
-        )
-    if not isinstance(schedule, ParamScheduler):
-        return
+def _warn_of_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
+    """Warn of a schedule of rates, where one of multipliers belongs."""
     group = optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))
     multipliers = [schedule(step / 20) for step in range(21)]
