@@ -289,7 +289,9 @@ class TrainerBase:
         """
         numbers = comm.broadcast(as_numbers(results))
         self.synchronize()  # the training's metrics come first, and a signal may have come
-        self.storage.put_results(numbers)
+        # An evaluation after the run is one of its last iteration.
+        iteration = max(self.done - 1, 0) if self.succeeded else self.iter
+        self.storage.put_results(numbers, iteration)
         for hook in self._hooks:
             hook.after_evaluation(numbers)
 

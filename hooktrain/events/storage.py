@@ -122,9 +122,7 @@ class EventStorage:
         if history is None:
             if name == "iteration":
                 raise ValueError("no metric can be named 'iteration': rows have that")
-            history = HistoryBuffer()
-            history.smoothing_hint = bool(smoothing_hint)
-            self._histories[name] = history
+            history = self._add(self._histories, name, bool(smoothing_hint))
         # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:
             cur_iter = self.iter
@@ -140,25 +138,17 @@ class EventStorage:
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def put_results(self, results: Mapping[str, float]) -> None:
+    def put_results(self, results: Mapping[str, float], iteration: int) -> None:
         """Record the results of an evaluation; ``trainer.after_evaluation`` calls it.
 
         Args:
             results: the numbers by name.
+            iteration: the one whose weights were evaluated.
         """
         for name, value in results.items():
             if name not in self._results:
-                self._results[name] = HistoryBuffer()
-                self._results[name].smoothing_hint = False
-                *_, shown = self._named()  # the newest result comes last
-                if shown != name:
-                    logger.info(
-                        "The result %r of the evaluation is recorded as %r, since the training "
-                        "has that name",
-                        name,
-                        shown,
-                    )
-            self._results[name].update(value, self.iter)
+                self._add(self._results, name, smoothing_hint=False)
+            self._results[name].update(value, iteration)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
         """Queue a copy of an image for the writers. This waits for the device of the image.
@@ -213,11 +203,42 @@ class EventStorage:
 
     def _named(self) -> dict[str, HistoryBuffer]:
         named = dict(self._histories)
-        for name, history in self._results.items():
-            while name in named or name in _OF_THE_TRAINING:
-                name = f"eval/{name}"
-            named[name] = history
+        for result, name in self._names_of_results().items():
+            named[name] = self._results[result]
         return named
+
+    def _names_of_results(self) -> dict[str, str]:
+        """By result, the name under which it is read and written."""
+        names = {}
+        taken = {*self._histories, *_OF_THE_TRAINING}
+        for name in self._results:
+            shown = name
+            while shown in taken:
+                shown = f"eval/{shown}"
+            taken.add(shown)
+            names[name] = shown
+        return names
+
+    def _add(
+        self, histories: dict[str, HistoryBuffer], name: str, smoothing_hint: bool
+    ) -> HistoryBuffer:
+        """Begin a metric or a result, and tell which results have other names from now on."""
+        before = self._names_of_results()
+        history = histories[name] = HistoryBuffer()
+        history.smoothing_hint = smoothing_hint
+        after = self._names_of_results()
+        for result, shown in after.items():
+            if shown != before.get(result, result):
+                logger.info(
+                    "The result %r of the evaluation is recorded as %r, since the training has "
+                    "that name",
+                    result,
+                    shown,
+                )
+        renamed = {shown: after[result] for result, shown in before.items()}
+        for reader, counts in self.written.items():
+            self.written[reader] = {renamed.get(n, n): c for n, c in counts.items()}
+        return history
 
     def results(self) -> dict[str, HistoryBuffer]:
         """The values of the results of evaluations, by the names that the evaluations gave."""
@@ -310,7 +331,7 @@ class EventStorage:
             "results": {n: h.state_dict() for n, h in self._results.items()},
             "written_counts": dict(self.written),
             "file_sizes": dict(self.file_sizes),
-            "info": self.info,
+            "info": dict(self.info),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

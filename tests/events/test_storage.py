@@ -12,8 +12,10 @@ import torch
 from hooktrain.events import (
     EventStorage,
     HistoryBuffer,
+    JSONWriter,
     get_event_storage,
     has_event_storage,
+    load_json_metrics,
 )
 
 # HistoryBuffer
@@ -264,6 +266,37 @@ def test_the_last_64_images_are_kept() -> None:
         storage.put_image(f"image{i}", torch.zeros(1, 1, 1))
     names = [name for name, _, _ in storage._vis_data]
     assert names == [f"image{i}" for i in range(1, 65)]
+
+
+def test_a_metric_that_comes_after_a_result_of_its_name_gives_that_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.json"
+    writer = JSONWriter(path)
+    with EventStorage() as storage, caplog.at_level("INFO"):
+        for storage.iter in range(4):
+            storage.put_results(
+                {"acc": 10.0 + storage.iter, "eval/acc": 20.0}, storage.iter
+            )
+            writer.write()
+        assert caplog.messages == []
+        saved = storage.state_dict()
+        for storage.iter in range(4, 6):
+            storage.put_scalar("acc", storage.iter)
+            storage.put_results({"acc": 10.0 + storage.iter}, storage.iter)
+            writer.write()
+    rows = load_json_metrics(path)
+    assert [row["acc"] for row in rows] == [10.0, 11.0, 12.0, 13.0, 4.0, 4.5]
+    assert [row["eval/acc"] for row in rows] == [20.0] * 4 + [14.0, 15.0]
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [i for i, row in enumerate(rows) if "eval/eval/acc" in row] == []
+    assert storage.history("eval/eval/acc").values() == [(20.0, i) for i in range(4)]
+    assert list(storage.results()) == ["acc", "eval/acc"]
+    first, second = caplog.messages
+    assert "'acc'" in first
+    assert "'eval/acc'" in first
+    assert "'eval/eval/acc'" in second
+    assert saved["written_counts"]["metrics.json"] == {"acc": 4, "eval/acc": 4}
 
 
 # The state

@@ -14,6 +14,7 @@ from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import delete_after_verifying, find_best
 from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.checkpointing import check_saver
 from hooktrain.engine.train_loop import TrainerBase
@@ -62,6 +63,7 @@ class EvalHook(HookBase):
     needs_every_rank = True
     phase = "evaluate"
     announce: Callable[[], None] | None = None
+    _evaluated = -1  # so many iterations were done at the last evaluation
 
     def __init__(
         self,
@@ -77,17 +79,19 @@ class EvalHook(HookBase):
         self._func = eval_function
         self._eval_after_train = eval_after_train
         self.last_results: Mapping[str, Any] = {}
+        self._results: Mapping[str, float] = {}  # the last ones, equal on all ranks
         self._is_told = False  # that results are missing
 
     def before_train(self) -> None:
         """Find the results of a complete run that is started again."""
-        start = self.trainer.start_iter
-        self._evaluated = -1  # so many iterations were done at the last evaluation
-        for name, history in self.trainer.storage.results().items():
-            ((value, iteration),) = history.tail(1)
-            if iteration >= start - 1:
-                self._evaluated = start
-                self.last_results = {**self.last_results, name: value}
+        self._evaluated = -1
+        known = self.trainer.storage.info.get(self._name_of_info())
+        if known is not None:
+            self._evaluated, self.last_results = known["done"], known["results"]
+
+    def _name_of_info(self) -> str:
+        named = named_hooks(self.trainer.hooks)
+        return next(f"evaluation by {name}" for name in named if named[name] is self)
 
     def after_step(self) -> None:
         """Evaluate where a period ends, and in the last iteration."""
@@ -135,7 +139,10 @@ class EvalHook(HookBase):
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        self.trainer.after_evaluation(numbers)
+        self._results = comm.broadcast(numbers)
+        known = {"done": self.trainer.done, "results": self._results}
+        self.trainer.storage.info[self._name_of_info()] = known
+        self.trainer.after_evaluation(self._results)
 
     def _tell_without_results(self) -> None:
         if comm.is_main_process() and not self._is_told:
@@ -211,9 +218,14 @@ def find_result(
         return results[metric]
     evaluations = [hook for hook in trainer.hooks if isinstance(hook, EvalHook)]
     is_known = metric in trainer.storage.results()
-    if not is_known and all(hook.last_results for hook in evaluations):
+    if evaluations and not is_known and all(hook._results for hook in evaluations):
         hint = did_you_mean(metric, results)
-        trainer.raise_later(ValueError(f"no evaluation gives {metric!r}{hint}"))
+        trainer.raise_later(
+            ValueError(
+                f"no evaluation gives {metric!r}{hint}. A hook of yours that gives it has to call "
+                "trainer.after_evaluation before an EvalHook has results"
+            )
+        )
     return None
 
 

@@ -127,6 +127,72 @@ def test_a_complete_run_that_is_started_again_has_its_results(is_stopped: bool) 
     assert again.storage.latest() == first.storage.latest()
 
 
+def test_a_run_that_was_killed_between_two_evaluations_makes_the_second_one() -> None:
+    def make(fails: bool) -> Idle:
+        def evaluate() -> dict[str, float]:
+            if fails:
+                raise KeyboardInterrupt
+            done.append(trainer.done)
+            return {"test": 2.0}
+
+        save = CallbackHook(
+            phase="save",
+            after_step=lambda t: states.append(copy.deepcopy(t.state_dict())),
+        )
+        own = CallbackHook(after_step=lambda t: t.after_evaluation({"own": 3.0}))
+        trainer = Idle(
+            EvalHook(2, lambda: {"val": 1.0}),
+            EvalHook(0, evaluate),
+            EarlyStopping("val", "max", patience=1),
+            own,
+            save,
+        )
+        return trainer
+
+    done: list[int] = []
+    states: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        make(fails=True).train(0, 9)
+    again = make(fails=False)
+    again.load_state_dict(states[-1])
+    again.train(max_iter=9)
+    assert done == [4]
+    evaluations = [h for h in again.hooks if isinstance(h, EvalHook)]
+    assert [h.last_results for h in evaluations] == [{"val": 1.0}, {"test": 2.0}]
+
+
+def test_a_stopped_run_that_goes_on_keeps_the_row_of_its_last_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(stops_at: int) -> Idle:
+        def stop(trainer: Any) -> None:
+            if trainer.done == stops_at:
+                trainer.request_stop("enough")
+
+        writer = JSONWriter(tmp_path / "metrics.json")
+        trainer = Idle(
+            EvalHook(7, lambda: {"acc": float(trainer.done)}),
+            PeriodicWriter([writer], 1),
+            CallbackHook(after_step=stop),
+        )
+        return trainer
+
+    first = make(stops_at=6)
+    first.train(0, 9)
+    again = make(stops_at=0)
+    again.load_state_dict(first.state_dict())
+    again.train(max_iter=9)
+    rows = load_json_metrics(tmp_path / "metrics.json")
+    assert [(row["iteration"], row["acc"]) for row in rows] == [(5, 6), (6, 7), (8, 9)]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_an_evaluation_without_a_step_is_of_the_first_iteration() -> None:
+    trainer = Idle(EvalHook(0, lambda: {"acc": 1.0}))
+    trainer.train(0, 0)
+    assert trainer.storage.latest() == {"acc": (1.0, 0)}
+
+
 def test_a_result_and_a_metric_of_the_training_are_two_things(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -591,6 +657,21 @@ def test_the_ranks_look_at_the_weights_only_where_they_are_the_best(
 # What subclasses override, as in detectron2
 
 
+class OwnStart(EvalHook):
+    """Does something else before the run, as a subclass of detectron2's may."""
+
+    def before_train(self) -> None:
+        pass
+
+
+def test_a_subclass_with_a_start_of_its_own_evaluates_at_the_end() -> None:
+    done: list[int] = []
+    stop = CallbackHook(after_step=lambda t: t.done == 2 and t.request_stop("enough"))
+    trainer = Idle(OwnStart(0, lambda: done.append(trainer.done)), stop)  # type: ignore[arg-type, func-returns-value]
+    trainer.train(0, 9)
+    assert done == [2]
+
+
 class OwnEvaluation(EvalHook):
     def _do_eval(self) -> None:
         self.trainer.storage.put_scalar("acc", self._func()["own"])  # type: ignore[index]
@@ -710,6 +791,31 @@ def test_a_metric_that_no_evaluation_gives_ends_the_run(is_first: bool) -> None:
     with pytest.raises(ValueError, match=r"'acc'.*'accuracy'"):
         trainer.train(0, 9)
     assert trainer.iter == 1
+
+
+def error_of_a_metric_that_is_not_there() -> str:
+    results = {"accuracy": 1.0} if comm.is_main_process() else {}
+    trainer = Idle(EvalHook(2, lambda: results), EarlyStopping("acc", "max"))
+    with pytest.raises(ValueError, match="'acc'") as raised:
+        trainer.train(0, 9)
+    return str(raised.value)
+
+
+def test_a_metric_that_no_evaluation_gives_ends_all_ranks() -> None:
+    one, other = run_ranks(error_of_a_metric_that_is_not_there, 2)
+    assert one == other
+
+
+def test_hooks_that_evaluate_may_give_the_metric_later_than_others() -> None:
+    def evaluate(trainer: Any) -> None:
+        trainer.after_evaluation({"loss": 1.0})
+        if trainer.done % 3 == 0:
+            trainer.after_evaluation({"acc": 1.0})
+
+    stopping = EarlyStopping("acc", "max", patience=2)
+    trainer = Idle(CallbackHook(after_step=evaluate), stopping)
+    trainer.train(0, 20)
+    assert trainer.iter == 9
 
 
 @pytest.mark.parametrize("name", ["fast", "slow"])
