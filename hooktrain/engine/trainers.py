@@ -77,7 +77,8 @@ class ModelTrainer(TrainerBase):
     }
     optim_wrapper: Any  # an OptimWrapper or OptimWrapperDict
     checkpointer: Any = None
-    _data_time = 0.0  # in next_batch, since losses were recorded
+    _adds_up = True  # whether the sum of the losses is recorded, as "total_loss"
+    _data_time = 0.0  # seconds spent on batches since losses were recorded
 
     def __init__(
         self,
@@ -133,21 +134,20 @@ class ModelTrainer(TrainerBase):
 
     def next_batch(self) -> Any:
         """The next batch, on the model's device: what a ``run_step`` of your own begins with."""
-        batch, seconds = self._next_batch(self._data_loader_iter)
-        self._data_time += seconds
-        return batch
+        return self._take(self._data_loader_iter)
 
-    def _next_batch(self, batches: Iterator[Any]) -> tuple[Any, float]:
-        """The next batch on the model's device, and the seconds that it took."""
+    def _take(self, batches: Iterator[Any]) -> Any:
         start = time.perf_counter()
         batch = self.prepare_batch(next(batches))
-        return batch, time.perf_counter() - start
+        self._data_time += time.perf_counter() - start
+        return batch
 
     def before_train(self) -> None:
         """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
         log_modes(self.model)
         super().before_train()
+        self._data_time = 0.0
         self._move = mover_to(self.model)  # the model may have moved since the last run
         self._not_finite_before = set()
         self._not_finite_before = self.find_non_finite()
@@ -180,6 +180,48 @@ class ModelTrainer(TrainerBase):
             raise RuntimeError(
                 "the model is in evaluation mode: after model.eval() call model.train()"
             )
+
+    def record_losses(self, losses: State) -> None:
+        """Record the losses of an iteration: what a ``run_step`` of your own ends with.
+
+        Call it before the update, so that a loss that is not finite changes no weight.
+
+        Args:
+            losses: losses by name. Their sum is recorded as ``total_loss``, unless one of them has
+                this name, or the trainer is a :class:`StepTrainer`.
+
+        Raises:
+            FloatingPointError: if the sum, or a loss of a StepTrainer, is not finite. With several
+                ranks or an accelerator it is checked at the end of a period.
+        """
+        data_time = self._data_time
+        self._data_time = 0.0
+        self._write_metrics(losses, data_time)
+
+    def _write_metrics(
+        self,
+        loss_dict: State,
+        data_time: float,
+        prefix: str = "",
+        iter: int | None = None,
+    ) -> None:
+        """Record losses as detectron2's method of this name, which subclasses may override.
+
+        Args:
+            loss_dict: see :meth:`record_losses`.
+            data_time: the seconds that the step waited for data.
+            prefix: is put before each name.
+            iter: the iteration; None is the current one.
+        """
+        if prefix:
+            loss_dict = {prefix + name: value for name, value in loss_dict.items()}
+        self._losses.record(
+            self.storage.iter if iter is None else iter,
+            loss_dict,
+            data_time,
+            total=prefix + "total_loss" if self._adds_up else None,
+            check_now=not self.async_write_metrics,
+        )
 
     def find_non_finite(self) -> set[str]:
         """Name the tensors of a checkpoint that became infinite or NaN in this run.
@@ -267,7 +309,7 @@ class SimpleTrainer(ModelTrainer):
     """
 
     parse_losses = staticmethod(parse_losses)
-    replay: Callable[[Iterator[Any]], tuple[dict[str, Tensor], float]] | None = None
+    replay: Callable[[Iterator[Any]], dict[str, Tensor]] | None = None
 
     @property
     def batches_per_step(self) -> int:
@@ -282,9 +324,9 @@ class SimpleTrainer(ModelTrainer):
         """
         self._check_mode()
         compute = self.replay or self.compute_gradients
-        losses, data_time = compute(self._data_loader_iter)
+        losses = compute(self._data_loader_iter)
         wrapper = self.optim_wrapper
-        wrapper.after_backward = partial(self._before_update, losses, data_time)
+        wrapper.after_backward = partial(self._before_update, losses)
         try:
             wrapper.step()
         finally:
@@ -330,16 +372,14 @@ class SimpleTrainer(ModelTrainer):
         """
         return 1
 
-    def compute_gradients(
-        self, batches: Iterator[Any]
-    ) -> tuple[dict[str, Tensor], float]:
+    def compute_gradients(self, batches: Iterator[Any]) -> dict[str, Tensor]:
         """Compute the gradients of one update; :meth:`run_step` calls it.
 
         Args:
             batches: gives ``accumulative_counts`` batches.
 
         Returns:
-            The means of the losses over its batches, and the seconds spent on data.
+            The means of the losses over its batches.
         """
         wrapper = self.optim_wrapper
         count = wrapper.accumulative_counts
@@ -347,17 +387,15 @@ class SimpleTrainer(ModelTrainer):
         if self.zero_grad_before_forward:
             wrapper.zero_grad()
         means: dict[str, Tensor] = {}
-        data_time = 0.0
         factors: list[float] = []
         if type(self).weight is not SimpleTrainer.weight:
             start = time.perf_counter()
             taken = [next(batches) for _ in range(count)]
-            data_time = time.perf_counter() - start
+            self._data_time += time.perf_counter() - start
             factors = weights_over_mean(map(self.weight, taken))
             batches = iter(taken)
         for batch in range(count):
-            data, seconds = self._next_batch(batches)
-            data_time += seconds
+            data = self._take(batches)
             with wrapper.optim_context(self.model):
                 loss, losses = self.parse_losses(self.compute_loss(data))
             if factors:
@@ -367,63 +405,21 @@ class SimpleTrainer(ModelTrainer):
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))
             if count == 1:  # there is nothing to add up, so nothing is copied
-                return losses, data_time
+                return losses
             # Divided by a float32, means of losses in bfloat16 or float16 are float32.
             divisor = torch.tensor(count, dtype=torch.float32)
             for name, value in losses.items():
                 part = value.detach() / divisor
                 means[name] = means[name] + part if name in means else part
-        return means, data_time
+        return means
 
-    def _before_update(self, losses: State, data_time: float) -> None:
+    def _before_update(self, losses: State) -> None:
         """Call the hooks, then record the losses, since a hook may tolerate a NaN among them."""
         self.updating = self.optim_wrapper
         self.losses = losses
         self.after_backward()
         self.losses = {}  # frees their graph
-        self._write_metrics(losses, data_time)
-
-    def record_losses(self, losses: State) -> None:
-        """Record the losses of an iteration: what a ``run_step`` of your own ends with.
-
-        Call it before the update, so that a loss that is not finite changes no weight.
-
-        Args:
-            losses: losses by name. Their sum is recorded as ``total_loss``, unless one of them has
-                this name.
-
-        Raises:
-            FloatingPointError: if the sum is not finite. With several ranks or an accelerator it is
-                checked at the end of a period.
-        """
-        data_time = self._data_time
-        self._data_time = 0.0
-        self._write_metrics(losses, data_time)
-
-    def _write_metrics(
-        self,
-        loss_dict: State,
-        data_time: float,
-        prefix: str = "",
-        iter: int | None = None,
-    ) -> None:
-        """Record losses as detectron2's method of this name, which subclasses may override.
-
-        Args:
-            loss_dict: see :meth:`record_losses`.
-            data_time: the seconds that the step waited for data.
-            prefix: is put before each name.
-            iter: the iteration; None is the current one.
-        """
-        if prefix:
-            loss_dict = {prefix + name: value for name, value in loss_dict.items()}
-        self._losses.record(
-            self.storage.iter if iter is None else iter,
-            loss_dict,
-            data_time,
-            total=prefix + "total_loss",
-            check_now=not self.async_write_metrics,
-        )
+        self.record_losses(losses)
 
 
 class AMPTrainer(SimpleTrainer):
@@ -492,6 +488,7 @@ class StepTrainer(ModelTrainer):
         TypeError: when a subclass is defined that overrides what only SimpleTrainer calls.
     """
 
+    _adds_up = False  # which of the values belong together, the model alone knows
     last_batch: Any = None
     last_outputs: Mapping[str, Any] | None = None
 
@@ -518,15 +515,9 @@ class StepTrainer(ModelTrainer):
     def run_step(self) -> None:
         """Give one batch to the model's own step, and record what it returns."""
         self._check_mode()
-        self.last_batch, data_time = self._next_batch(self._data_loader_iter)
+        self.last_batch = self.next_batch()
         self.last_outputs = self._call_step(self.last_batch)
-        self._losses.record(
-            self.storage.iter,
-            self.last_outputs,
-            data_time,
-            total=None,
-            check_now=not self.async_write_metrics,
-        )
+        self.record_losses(self.last_outputs)
 
     def _call_step(self, data: Any) -> Mapping[str, Any]:
         outputs = self.model.train_step(data, self.optim_wrapper)  # type: ignore[operator]

@@ -99,7 +99,7 @@ class ReplayCheck(HookBase):
         devices = [] if device.type == "cpu" else [device]
         states = random.getstate(), np.random.get_state()
         with fork_rng(devices, device_type=device.type):
-            losses, data_time = trainer.compute_gradients(iter(taken))
+            losses = trainer.compute_gradients(iter(taken))
         random.setstate(states[0])
         np.random.set_state(states[1])
         first = list(_computed(model, losses))
@@ -108,7 +108,7 @@ class ReplayCheck(HookBase):
         for wrapper in wrappers_by_name(trainer.optim_wrapper).values():
             wrapper.inner_count -= wrapper.accumulative_counts
         # With CUDA graphs these take the place of the first ones.
-        losses, _ = trainer.compute_gradients(iter(again))
+        losses = trainer.compute_gradients(iter(again))
         second = _computed(model, losses)
 
         def look() -> str:
@@ -119,7 +119,7 @@ class ReplayCheck(HookBase):
         found = list(filter(None, comm.on_all_ranks(look)))
         if found:
             raise RuntimeError(_DIFFERS % (trainer.iter, found[:8], determinism()))
-        return losses, data_time
+        return losses
 
     def _compare_ranks(self, model: nn.Module, weights: Rows) -> None:
         """Let the next exchange compare the weights that every rank has as a whole."""

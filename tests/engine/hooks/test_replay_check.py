@@ -161,7 +161,7 @@ class Flipping(SimpleTrainer):
         if self.is_now("buffer"):
             flip(model.bn.running_mean)
         if self.is_now("loss"):
-            result[0]["loss_b"] = result[0]["loss_b"] + 1
+            result["loss_b"] = result["loss_b"] + 1
         return result
 
 
@@ -266,7 +266,7 @@ class Overwriting(SimpleTrainer):
         for loss in self.before:
             loss.detach().fill_(float("nan"))
         result = super().compute_gradients(batches)
-        self.before = list(result[0].values())
+        self.before = list(result.values())
         return result
 
 
