@@ -132,15 +132,14 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
     else:
         optimizer = _instantiate_for(described, bare)
     train = cfg.train
-    options = {
-        "accumulative_counts": train.accumulative_counts,
-        "clip_grad": train.clip_grad,
-    }
-    wrap: Callable[..., OptimWrapper] = partial(OptimWrapper, **options)
+    wrap: Callable[..., OptimWrapper] = OptimWrapper
     if train.amp.enabled:
         dtype = instantiate(train.amp.dtype)  # in a saved file, a call
-        wrap = partial(AmpOptimWrapper, dtype=dtype, **options)
-    return as_optim_wrapper(optimizer, wrap)
+        wrap = partial(AmpOptimWrapper, dtype=dtype)
+    counts, clip_grad = train.accumulative_counts, train.clip_grad
+    return as_optim_wrapper(
+        optimizer, partial(wrap, accumulative_counts=counts, clip_grad=clip_grad)
+    )
 
 
 def _instantiate_for(described: Any, model: nn.Module) -> Any:
@@ -188,15 +187,14 @@ def build_step(
     trainer_class: type[SimpleTrainer | StepTrainer] | None = None,
 ) -> SimpleTrainer | StepTrainer:
     """Build the trainer without hooks, of the given class or of the one that fits the model."""
-    period = cfg.train.log_period
-    if cfg.train.epoch_length:
-        period = in_iterations(period, cfg.train.epoch_length)
+    period, epoch_length = cfg.train.log_period, cfg.train.epoch_length
+    if epoch_length:
+        period = in_iterations(period, epoch_length)
     if trainer_class is None:
         has_step = hasattr(unwrap_model(model), "train_step")
         trainer_class = StepTrainer if has_step else SimpleTrainer
     trainer = trainer_class(model, loader, optim_wrapper, period)
-    if cfg.train.epoch_length:
-        trainer.epoch_length = cfg.train.epoch_length
+    trainer.epoch_length = epoch_length
     return trainer
 
 

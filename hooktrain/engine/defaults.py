@@ -145,9 +145,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     kept = folder if resumes else None
     store = train.get("store") if goes_on else ""
     earlier = on_all_ranks_patiently(partial(_earlier, path, store))[0] if kept else ""
-    _seed(train, kept, earlier)
-    if train.get("run_id") is None:
-        train["run_id"] = on_main_process(partial(_run_id, kept, earlier))
+    seed, train["run_id"] = on_main_process(partial(_drawn, train, kept, earlier))
+    train["seed"] = set_random_seed(seed, diff_rank_seed=True)
     if isinstance(cfg, ConfigDict):
         # Other values may refer to the seed, or to values that a script has changed.
         resolve(cfg)
@@ -182,18 +181,17 @@ def _read(path: Path) -> str:
     return path.read_text("utf-8", "replace") if path.is_file() else ""
 
 
-def _seed(train: Any, folder: str | None, earlier: str) -> None:
-    """Seed this process. A seed that is not given is that of the run in the folder, or drawn."""
-    seed = train.get("seed")
+def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
+    """Return the seed and the id of the run: if not given, those of the run in the folder.
+
+    Without a run in the folder the id is new, and the seed is still to be drawn.
+    """
+    seed, run_id = train.get("seed"), train.get("run_id")
     if folder and (seed is None or seed < 0):
-        seed = on_main_process(partial(_saved_value, folder, earlier, "seed", "seed"))
-    train["seed"] = set_random_seed(seed, diff_rank_seed=True)
-
-
-def _run_id(folder: str | None, earlier: str) -> Any:
-    """Return the id of the run in a folder, or a new one."""
-    kept = folder and _saved_value(folder, earlier, "run_id", "meta", "run_id")
-    return kept or uuid4().hex
+        seed = _saved_value(folder, earlier, "seed", "seed")
+    if folder and run_id is None:
+        run_id = _saved_value(folder, earlier, "run_id", "meta", "run_id")
+    return seed, run_id or uuid4().hex
 
 
 def _saved_value(folder: str, earlier: str, name: str, *place: str) -> Any:

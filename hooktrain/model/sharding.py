@@ -246,10 +246,8 @@ def _initialise(model: nn.Module, offload: bool) -> None:
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
         buffer.data = buffer.to(device)
-    forgotten = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor in wholes.untouched:
-            forgotten.append(name)
+    named = (*model.named_parameters(), *model.named_buffers())
+    forgotten = [name for name, tensor in named if tensor in wholes.untouched]
     if forgotten:
         raise ValueError(
             "reset_parameters() of a module or init_weights() of the model must give values "

@@ -5,7 +5,7 @@ from typing import Any
 
 from hooktrain.engine.hook_base import HookBase
 
-Callback = Callable[[Any], object]
+Callback = Callable[[Any], object] | None
 
 
 class CallbackHook(HookBase):
@@ -24,11 +24,11 @@ class CallbackHook(HookBase):
     def __init__(
         self,
         *,
-        before_train: Callback | None = None,
-        after_train: Callback | None = None,
-        before_step: Callback | None = None,
-        after_backward: Callback | None = None,
-        after_step: Callback | None = None,
+        before_train: Callback = None,
+        after_train: Callback = None,
+        before_step: Callback = None,
+        after_backward: Callback = None,
+        after_step: Callback = None,
         after_evaluation: Callable[[Any, Mapping[str, float]], object] | None = None,
         phase: str = "run",
     ) -> None:

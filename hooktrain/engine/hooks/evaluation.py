@@ -273,6 +273,8 @@ class BestCheckpointer(HookBase):
         self._val_metric = val_metric
         self._mode = check_mode(mode, val_metric)
         self._file_prefix = file_prefix
+        # A file or a folder: the run may have changed from one to the other.
+        self._names = (f"{file_prefix}.pth", file_prefix)
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
         self._ema = ema
         self.best_metric: float | None = None
@@ -327,10 +329,9 @@ class BestCheckpointer(HookBase):
     def _judge(self, value: float) -> None:
         trainer = self.trainer
         self._checkpointer.wait()  # to know whether the best so far was saved
-        best = (self.best_metric, self.best_iter)
         if self.on_every_rank:  # the main process knows what is in the file
-            best = comm.broadcast(best)
-        self.best_metric, self.best_iter = best
+            best = comm.broadcast((self.best_metric, self.best_iter))
+            self.best_metric, self.best_iter = best
         so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
         logger.info("%s is %.4g; the best so far: %s", self._val_metric, value, so_far)
         if not is_better(value, self.best_metric, self._mode):
@@ -342,13 +343,11 @@ class BestCheckpointer(HookBase):
         if self._update_best(value, iteration) is False:
             return
         averaged = self._ema.swap() if self._ema else nullcontext()
-        # The run may have changed from files to folders or back.
-        names = [self._file_prefix, f"{self._file_prefix}.pth"]
         with trainer.clock.pause("save"), averaged:
             self._checkpointer.save(
                 self._file_prefix,
                 tag=False,
-                on_saved=partial(delete_after_verifying, names=names),
+                on_saved=partial(delete_after_verifying, names=self._names),
                 on_full=self._log_disk_full,
                 iteration=iteration,
                 best=self.state_dict(),
@@ -375,8 +374,8 @@ class BestCheckpointer(HookBase):
 
     def run_files(self) -> list[str]:
         """The best model, a file or a folder."""
-        names = (f"{self._file_prefix}.pth", self._file_prefix)
-        return [os.path.join(self._checkpointer.save_dir, name) for name in names]
+        folder = self._checkpointer.save_dir
+        return [os.path.join(folder, name) for name in self._names]
 
     def _update_best(self, val: float, iteration: int) -> bool:
         """Keep the best value so far."""

@@ -118,13 +118,11 @@ class Preemption(HookBase):
 
     def _saving(self) -> PeriodicCheckpointer:
         """What names and deletes the checkpoints of the run; or a new one, where nothing does."""
-        found = PeriodicCheckpointer(self.checkpointer, 1)
+        own = self.checkpointer
         for hook in self.trainer.hooks:
-            if not isinstance(hook, PeriodicCheckpointer):
-                continue
-            if hook.checkpointer is self.checkpointer:
-                found = hook
-        return found
+            if isinstance(hook, PeriodicCheckpointer) and hook.checkpointer is own:
+                return hook
+        return PeriodicCheckpointer(own, 1)
 
     def _exchange(self) -> None:
         """Let the ranks know of signals. Where periods are long, they exchange metrics earlier."""
