@@ -23,8 +23,9 @@ _USAGE = """usage: hooktrain COMMAND ...
   checkpoint inspect|verify|... PATH         inspect, verify and convert checkpoints
   new FOLDER                                 make a folder with a training script to start from
 
-configs/digits_cnn.py, configs/digits_gan.py, configs/text_gpt.py and configs/imagenet_resnet50.py
-come with the package."""
+These come with the package: configs/digits_cnn.py, configs/digits_gan.py,
+configs/digits_detection.py, configs/text_gpt.py, configs/imagenet_resnet50.py and
+configs/coco_fasterrcnn.py."""
 
 
 def main() -> None:

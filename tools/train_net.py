@@ -199,7 +199,8 @@ def dry_run(cfg: Any) -> None:
         # The main process removes the folder, so wait until no other writes in it.
         comm.synchronize()
     logger.info(
-        "The run works: %.4f s an iteration, about %s for all %s, without evaluations",
+        "The run works: %.4f s an iteration, about %s for all %s, without evaluations; its files "
+        "are removed",
         clock.seconds,
         pretty_seconds(clock.seconds * length),
         f"{length:,}",

@@ -123,7 +123,7 @@ def open_checkpoint(path: str) -> CheckpointFile | CheckpointFolder:
         return CheckpointFolder(path)
     if os.path.isdir(path):
         raise IsADirectoryError(
-            f"{path!r} is no checkpoint: give one of {os.listdir(path)}"
+            f"{path!r} is not a checkpoint: give one of {os.listdir(path)}"
         )
     found = os.stat(path)
     with open(path, "rb") as file:
@@ -208,7 +208,7 @@ def with_model(state: Any, path: str) -> State:
         if _is_of_a_model(state):
             return {"model": state}
     raise CorruptCheckpointError(
-        f"{path} is no checkpoint: it has no 'model', no 'state_dict', and not only "
+        f"{path} is not a checkpoint: it has no 'model', no 'state_dict', and not only "
         f"tensors, but {reprlib.repr(state)}"
     )
 

@@ -345,8 +345,8 @@ class SimpleTrainer(ModelTrainer):
         except (TypeError, AttributeError, RuntimeError) as error:
             add_note(
                 error,
-                f"the batch is {types_of(data)!r:.300}; compute_loss(data) of a trainer says "
-                "how else the model is called",
+                f"the batch is {types_of(data)!r:.300}; to call the model in another way, override "
+                "compute_loss(data) of the trainer (a model with train_step needs StepTrainer)",
             )
             raise
 

@@ -290,6 +290,7 @@ class DatasetEvaluators(DatasetEvaluator):
         """The results that the evaluators return on this rank, in one dictionary.
 
         Raises:
+            TypeError: if an evaluator returns something else than a dict or None.
             ValueError: if two evaluators return results under the same name.
         """
         merged: dict[str, Any] = {}
@@ -299,7 +300,12 @@ class DatasetEvaluators(DatasetEvaluator):
                 logger.warning(
                     "%s.evaluate() returned nothing", type(evaluator).__name__
                 )
-            results = results or {}
+            results = {} if results is None else results
+            if not isinstance(results, Mapping):
+                raise TypeError(
+                    f"{type(evaluator).__name__}.evaluate() must return a dict of metrics by "
+                    f"name, not {results!r:.300}"
+                )
             twice = merged.keys() & results.keys()
             if twice:
                 raise ValueError(
@@ -403,7 +409,8 @@ def inference_on_dataset(
                 outputs = forward(inputs)
             except TypeError as error:
                 add_note(
-                    error, "step=function(model, batch) says how else it is called"
+                    error,
+                    "to call the model in another way, give step=a function of (model, batch)",
                 )
                 raise
             call.after_inference()
@@ -411,7 +418,9 @@ def inference_on_dataset(
                 evaluator.process(inputs, outputs)
         call.on_end()
         if module.training:
-            logger.warning("Evaluated in training mode: who has called model.train()?")
+            logger.warning(
+                "Evaluated in training mode: something has called model.train() meanwhile"
+            )
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 

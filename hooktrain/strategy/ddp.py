@@ -154,6 +154,8 @@ def build_strategy(
     kind = call["_target_"]
     if isinstance(kind, str):
         kind = locate(kind if "." in kind else f"hooktrain.strategy.{kind}")
+    if not callable(kind):
+        raise TypeError(f"strategy names no class like DDPStrategy: {strategy!r}")
     if isinstance(kind, type) and issubclass(kind, DDPStrategy):
         defaults["ddp"] = ddp
     built: BaseStrategy = instantiate({**defaults, **call, "_target_": kind})

@@ -131,9 +131,8 @@ def end_of_run(
         max_iter = end
     if not isinstance(max_iter, SupportsIndex) or not 0 <= start <= max_iter:
         raise ValueError(
-            "train(max_iter=...) needs whole numbers max_iter >= start_iter >= 0, but got "
-            f"{max_iter=} and start_iter={start!r} (by default, start_iter is the number of "
-            "finished iterations)"
+            f"a run from start_iter={start!r} (by default the number of finished iterations) "
+            f"cannot end at {max_iter=}: give a whole number that is not smaller"
         )
     if start == max_iter:
         logger.info("Nothing is left to train: max_iter=%d is reached", max_iter)

@@ -300,6 +300,12 @@ class BestCheckpointer(HookBase):
                 f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would be "
                 "saved: give the hook EMA as ema= (best_ema)"
             )
+        if self._ema is None and averages:
+            logger.info(
+                "%s will have the raw weights; for their average give the hook EMA as ema= "
+                "(best_ema)",
+                self._file_prefix,
+            )
 
     def _follow_file(self) -> None:
         """Take the best value from the file or folder, where that has one.

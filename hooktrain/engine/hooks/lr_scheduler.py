@@ -147,11 +147,11 @@ class LRScheduler(HookBase):
             length = max(1, self.trainer.max_iter)
             last = self.trainer.iter - 1
             scheduler = LRMultiplier(optimizer, scheduler, length, last)
-        self.drive(scheduler, optimizer, "lr")
         if isinstance(scheduler, ReduceLROnPlateau):
             if self._metric is None:
                 raise ValueError(
-                    "ReduceLROnPlateau needs hooks.LRScheduler(metric=...), a name"
+                    "ReduceLROnPlateau needs the name of the result that it watches: "
+                    "hooks.LRScheduler(scheduler=..., metric='val_loss')"
                 )
             self.watch(self._metric, scheduler.step)
         elif isinstance(scheduler, LRMultiplier):
@@ -167,6 +167,7 @@ class LRScheduler(HookBase):
             logger.info(
                 "%s steps every %d iterations", type(scheduler).__name__, period
             )
+        self.drive(scheduler, optimizer, "lr")
         return scheduler
 
     def drive(self, scheduler: Any, optimizer: Optimizer, key: str) -> None:

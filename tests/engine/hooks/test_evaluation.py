@@ -583,8 +583,10 @@ def test_an_average_that_nothing_updates_is_refused_as_the_best(tmp_path: Path) 
 
 @pytest.mark.parametrize("metric", ["ema/acc", "acc", "emanation"])
 def test_raw_weights_are_refused_as_the_best_of_an_average(
-    metric: str, tmp_path: Path
+    metric: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
+
     def run(*hooks: Any) -> None:
         trainer = linear_trainer()
         saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
@@ -595,11 +597,13 @@ def test_raw_weights_are_refused_as_the_best_of_an_average(
         trainer.train(max_iter=1)
 
     run()  # an average that this trainer knows nothing of
+    assert "raw weights" not in caplog.text
     if metric == "ema/acc":
         with pytest.raises(ValueError, match=r"'ema/acc'.*give"):
             run(EMA)
     else:
         run(EMA)
+        assert caplog.text.count("raw weights") == 1
 
 
 def half(outputs: Any, targets: Any) -> float:
