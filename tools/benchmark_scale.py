@@ -59,7 +59,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hooktrain.checkpoint import Checkpointer, folders
-from hooktrain.checkpoint.files import load_file, save_file, verify_file, write_file
+from hooktrain.checkpoint.files import (
+    load_file,
+    load_verified,
+    save_file,
+    verify_file,
+    write_file,
+)
 from hooktrain.checkpoint.folders import copy_to_host, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.data import build_train_loader
@@ -304,7 +310,12 @@ def index_of_many(ranks: int, tensors: int, folder: Path) -> list[Any]:
         save_file({"files": files, "tensors": index}, manifest)
         saved = time.process_time() - start
         write_file({"state": skeleton}, folder / "state.pth")
-        _, read = seconds_of(lambda: load_file(manifest, mapped=True), 5)
+
+        def read_index() -> None:
+            verify_file(manifest)
+            load_verified(manifest, mapped=True)
+
+        _, read = seconds_of(read_index, 5)
         _, restored = seconds_of(lambda: folders.read_folder(folder, model), 5)
         megabytes = manifest.stat().st_size / 1e6
         return [megabytes, read, restored, len(sent[-1]) / 1e3, saved]

@@ -9,7 +9,7 @@ import re
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -97,15 +97,12 @@ def verify_file(path: AnyPath) -> None:
             raise CorruptCheckpointError(f"{path} is no intact checkpoint: {problem}")
 
 
-def load_file(
-    path: AnyPath, map_location: str | torch.device = "cpu", *, mapped: bool = False
-) -> Any:
+def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
     """Verify a file, then load it without running any code that it may hold.
 
     Args:
         path: of the file.
         map_location: the device on which the tensors arrive.
-        mapped: see :func:`load_verified`.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds more than tensors and plain types.
@@ -113,7 +110,7 @@ def load_file(
         OSError: if it cannot be opened.
     """
     verify_file(path)
-    return load_verified(path, map_location, mapped=mapped)
+    return load_verified(path, map_location)
 
 
 def load_verified(
@@ -131,13 +128,10 @@ def load_verified(
     """
     load = partial(torch.load, path, map_location, weights_only=True)
     with reading(path):
-        # torch maps no files from before its zip container.
-        if mapped and zipfile.is_zipfile(path):
-            try:
+        if mapped:
+            # Some file systems cannot map, and torch maps no files from before its zip container.
+            with suppress(RuntimeError):
                 return load(mmap=True)
-            except RuntimeError as error:
-                if "unable to mmap" not in str(error):  # some file systems cannot
-                    raise
         return load()
 
 
@@ -226,10 +220,10 @@ def find_problem(file: IO[bytes]) -> str:
             # torch would read nothing, and leave the tensor uninitialised.
             if part.external_attr & 0x10:
                 return f"{part.filename} is marked as a folder"
-        has_checksums = any(part.CRC for part in parts)
-        altered = container.testzip() if has_checksums else None
-    if altered:
-        return f"the checksum of its part {altered!r} does not match"
+        if any(part.CRC for part in parts):
+            altered = container.testzip()
+            if altered:
+                return f"the checksum of its part {altered!r} does not match"
     return ""
 
 

@@ -10,15 +10,15 @@ files. ``state.pth`` holds everything else. The folder gets its name when it is 
 import hashlib
 import io
 import math
-import os
 import pickle
 import zlib
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,7 +40,9 @@ from hooktrain.checkpoint.files import (
     find_problem,
     is_folder,
     load_file,
+    load_verified,
     reading,
+    verify_file,
     write_file,
 )
 from hooktrain.utils import comm
@@ -122,6 +124,10 @@ def save_folder(
 
         def write() -> None:
             name = _file_of(comm.get_rank())
+            if not temporary.is_dir():
+                raise OSError(
+                    f"no {temporary} to write {name} to: the ranks do not share the disk"
+                )
             parts, digest = _write_parts(tensors, temporary / name)
             if _digest(temporary / name) != digest:
                 raise OSError(f"{target / name} is not as it was written")
@@ -138,11 +144,6 @@ def save_folder(
             write_file({"state": skeleton}, temporary / STATE)
             for name in (".metadata", STATE):
                 files[name] = _digest(temporary / name)
-            missing = files.keys() - os.listdir(temporary)
-            if missing:
-                raise OSError(
-                    f"{missing} is missing in {temporary}: the ranks do not share the disk"
-                )
             write_file({"files": files, "tensors": index}, temporary / MANIFEST)
             stack.close()  # the rename
 
@@ -166,18 +167,20 @@ def verify_folder(
     """
     folder = Path(folder)
     with reading(folder):
-        files = load_file(folder / MANIFEST, mapped=True)["files"]
+        verify_file(folder / MANIFEST)
+        files = load_verified(folder / MANIFEST, mapped=True)["files"]
         for name in sorted(files)[rank::world_size]:
-            if Path(name).name != name:
+            path = folder / name
+            if path.name != name:
                 raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
+            size, checksum = files[name]
             if sizes_only:
-                found = (os.path.getsize(folder / name), files[name][1])
+                found = (path.stat().st_size, checksum)
             else:
-                is_sha256 = isinstance(files[name][1], str)
-                found = _digest(folder / name, sha256=is_sha256)
-            if found != files[name]:
+                found = _digest(path, sha256=isinstance(checksum, str))
+            if found != (size, checksum):
                 raise CorruptCheckpointError(
-                    f"{folder / name} was altered: it has {found}, not {files[name]}"
+                    f"{path} was altered: it has {found}, not {(size, checksum)}"
                 )
 
 
@@ -253,8 +256,8 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
         # A tensor of the training keeps its address, so its copy finds its memory again.
         # An empty tensor has no address.
         address = own.data_ptr() or id(leaf)
-        flags = (data.is_conj(), data.is_neg())  # views of the same numbers
-        key = (address, own.stride(), data.shape, data.dtype, *flags)
+        views = (data.is_conj(), data.is_neg())  # of the same numbers
+        key = (address, own.stride(), data.shape, data.dtype, views)
         if key not in memory:
             memory[key] = torch.empty_like(
                 data,
@@ -316,7 +319,7 @@ def _write_parts(tensors: dict[str, Tensor], path: Path) -> tuple[Parts, Digest]
     """Write this rank's shards, and on the main process the tensors that are not sharded."""
     parts: Parts = {}
     checksum = 0
-    with open(path, "wb") as file:
+    with atomic_write(path) as file:
         for name, tensor in tensors.items():
             if not _is_to_be_written(name, tensor):
                 continue
@@ -331,8 +334,6 @@ def _write_parts(tensors: dict[str, Tensor], path: Path) -> tuple[Parts, Digest]
             length = file.tell() - begin
             place = (comm.get_rank(), begin, length, begin + len(head))
             parts[name] = (local_box(tensor), place)
-        file.flush()
-        os.fsync(file.fileno())
         return parts, (file.tell(), checksum)
 
 
@@ -426,17 +427,16 @@ def _read_tensors(tensors: dict[str, Tensor], folder: Path, old: Any) -> None:
         old: the places of all parts in a folder of an earlier version, whose manifest has no
             tables; else None.
     """
-    manifest = load_file(folder / MANIFEST, mapped=True)
+    manifest = load_verified(folder / MANIFEST, mapped=True)
     files = list(manifest["files"])
 
     @cache
     def content(file: int) -> Tensor:
         path = folder / files[file]
         size = path.stat().st_size
-        try:
+        with suppress(RuntimeError):  # some file systems cannot map
             return torch.from_file(str(path), size=size, dtype=torch.uint8)
-        except RuntimeError:  # some file systems cannot map
-            return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        return torch.from_numpy(np.fromfile(path, np.uint8))
 
     for name, tensor in tensors.items():
         tables = (
@@ -468,7 +468,7 @@ def _load_container(content: Tensor) -> Tensor:
 
 def _old_tables(parts: list[Any], files: list[str]) -> tuple[Tensor, Tensor]:
     """The tables of a tensor in a folder of an earlier version, read from containers."""
-    boxes = [(offsets, sizes) for offsets, sizes, *_ in parts]
+    boxes = [part[:2] for part in parts]
     places = [(files.index(file), *place, -1) for _, _, file, *place in parts]
     return _table(boxes), _table(places)
 
@@ -503,14 +503,14 @@ def _overlap(
     some = (low < high).all(1)
     # Each number of the shard has a weight, and the parts must have the weight of the whole.
     weight = (_hash(high - origin) - _hash(low - origin)).prod(1)[some].sum()
-    if weight != (_hash(shape) - _hash(torch.zeros_like(shape))).prod():
+    if weight != _hash(shape).prod():
         raise ValueError(f"parts of {name} are missing or overlap")
     columns = (places, sizes, high - low, low - origin, low - offsets)
     return zip(*(column[some].tolist() for column in columns), strict=True)
 
 
 def _hash(index: Tensor) -> Tensor:
-    """A whole number for each index, modulo 2^64, that looks as if it were drawn at random."""
+    """A whole number for each index, modulo 2^64, as if drawn at random; 0 for the index 0."""
     mixed = index * 0x1E3779B97F4A7C15
     return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
 

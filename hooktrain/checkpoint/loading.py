@@ -205,18 +205,14 @@ def with_model(state: Any, path: str) -> State:
             if isinstance(state.get(key), dict):
                 rest = dict(state)
                 return {"model": rest.pop(key), **rest}
-        if _is_of_a_model(state):
+        # The extra state of a module may be anything (Module.get_extra_state).
+        names = [name for name in state if not str(name).endswith("_extra_state")]
+        if names and all(torch.is_tensor(state[name]) for name in names):
             return {"model": state}
     raise CorruptCheckpointError(
         f"{path} is not a checkpoint: it has no 'model', no 'state_dict', and not only "
         f"tensors, but {reprlib.repr(state)}"
     )
-
-
-def _is_of_a_model(state: State) -> bool:
-    # The extra state of a module may be anything (Module.get_extra_state).
-    names = [name for name in state if not str(name).endswith("_extra_state")]
-    return bool(names) and all(torch.is_tensor(state[name]) for name in names)
 
 
 class IncompatibleKeys(NamedTuple):

@@ -78,8 +78,7 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     address = os.fspath(address)
     if not is_address(address):
         return os.path.expanduser(address)
-    known = [prefix for prefix in _loaders if address.startswith(prefix)]
-    longest = max(known, key=len, default="")
+    longest = max(filter(address.startswith, _loaders), key=len, default="")
     loader = _loaders.get(longest, _download)
     if alone or comm.get_world_size() == 1:
         return os.fspath(loader(address))

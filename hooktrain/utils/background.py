@@ -57,12 +57,10 @@ class BackgroundWorker:
         Raises:
             BaseException: the error of the job; it is raised only once.
         """
-        if self._thread is None:
-            return True
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            return False
-        self._thread = None
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
         error = self._error
         self._error = None
         if error is not None:

@@ -196,11 +196,8 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     device = largest[0].device
     norms = [norm.to(device) for norm in largest]
     together = torch.stack(norms).tolist()  # host-device synchronisation
-    bad = set()
-    for name, value in zip(found, together, strict=True):
-        if not math.isfinite(value):
-            bad.add(f"{name} is {value}")
-    return bad
+    norm_of = zip(found, together, strict=True)
+    return {f"{name} is {norm}" for name, norm in norm_of if not math.isfinite(norm)}
 
 
 def _numbers(tensor: Any) -> Tensor | None:

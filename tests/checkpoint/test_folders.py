@@ -361,9 +361,9 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     save(tmp_path / "a", 1)
     kinds = [re.sub(r"tmp-hooktrain-\d+-.+", "tmp", name) for name in trace]
     files = []
-    for name in (".metadata", "state.pth", "manifest.pth"):
+    for name in ("__0_0.distcp", ".metadata", "state.pth", "manifest.pth"):
         files += [f".{name}.tmp", ".a.tmp"]
-    assert kinds == ["__0_0.distcp", *files, "renamed", tmp_path.name]
+    assert kinds == [*files, "renamed", tmp_path.name]
 
 
 def test_parts_of_which_one_hides_a_hole_are_refused(
@@ -655,6 +655,21 @@ def fail_on_rank_1(folder: Path) -> list[str]:
     comm.synchronize()
     found.append(outcome(read_on_all_ranks, str(folder / "good"), nn.Linear(1, 1)))
     return found
+
+
+def save_to_another_disk(folder: Path) -> str:
+    """What a save raises, where rank 1 has a disk of its own and does not see the folder."""
+    real = folders.on_main_process
+    if dist.get_rank() == 1:
+        folders.on_main_process = lambda *args: Path("/other") / str(real(*args))[1:]
+    return outcome(save_folder, state_of(1), folder / "a")
+
+
+def test_ranks_that_do_not_share_the_disk_are_told(tmp_path: Path) -> None:
+    main, other = run_ranks(save_to_another_disk, 2, tmp_path)
+    assert main == other
+    assert re.match(r"OSError: no /other\S+ .*__1_0\.distcp.* share the disk", main)
+    assert names(tmp_path) == []
 
 
 def disk_full(*args: Any) -> None:
