@@ -93,9 +93,8 @@ def sweep(folder: AnyPath) -> None:
             if temporary and not _is_of_live_process(*temporary.groups()):
                 _remove(entry)
             moved = re.fullmatch(rf"(.+){MOVED_ASIDE}", entry.name)
-            if moved is not None:
-                target = entry.with_name(moved[1])
-                _put_back(entry, target)
+            if moved:
+                _put_back(entry, entry.with_name(moved[1]))
         except OSError as error:
             logger.warning("Cannot remove %s of a killed run: %s", entry, error)
 
