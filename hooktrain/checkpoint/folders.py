@@ -342,16 +342,15 @@ def _is_to_be_written(name: str, tensor: Tensor) -> bool:
     if not is_sharded(tensor):
         return comm.is_main_process()
     sharded: Any = tensor
-    coordinate = sharded.device_mesh.get_coordinate()
+    mesh = sharded.device_mesh
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
         return False
     # Of equal shards one is written. The ranks that have them divide the tensors among themselves.
     writer = zlib.crc32(name.encode())
-    sizes = sharded.device_mesh.shape
-    places = zip(sharded.placements, coordinate, sizes, strict=True)
     return all(
-        index == writer % size
-        for placement, index, size in places
+        coordinate[dim] == writer % mesh.size(dim)
+        for dim, placement in enumerate(sharded.placements)
         if placement.is_replicate()
     )
 

@@ -110,7 +110,7 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
     parameters were in. Warnings tell what differs. Where one side has no names, groups of
     the same sizes match by position.
 
-    For sharded parameters full tensors are split, which is collective.
+    Of a full tensor a sharded parameter takes the shard of this rank.
 
     Args:
         optimizer: changed in place.
