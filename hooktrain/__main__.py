@@ -5,6 +5,8 @@ import re
 import sys
 from pathlib import Path
 
+from hooktrain import __version__
+
 # An installed package has them in its own folder, and a clone beside it.
 _HERE = Path(__file__).parent
 _ROOT = _HERE if (_HERE / "tools").is_dir() else _HERE.parent
@@ -22,6 +24,7 @@ _USAGE = """usage: hooktrain COMMAND ...
   plot RUN ...                               draw the metrics of runs
   checkpoint inspect|verify|... PATH         inspect, verify and convert checkpoints
   new FOLDER                                 make a folder with a training script to start from
+  --version                                  print the version
 
 These come with the package: configs/digits_cnn.py, configs/digits_gan.py,
 configs/digits_detection.py, configs/text_gpt.py, configs/imagenet_resnet50.py and
@@ -33,6 +36,8 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         sys.stdout.write(f"{_USAGE}\n")
+    elif name == "--version":
+        sys.stdout.write(f"hooktrain {__version__}\n")
     elif name == "new":
         new(*arguments)
     elif name in _SCRIPTS:
@@ -40,6 +45,7 @@ def main() -> None:
         found = [_shipped(argument) for argument in arguments]
         path = str(_ROOT / "tools" / script)
         command = [sys.executable, path, *options, *found]
+        os.environ["HOOKTRAIN_COMMAND"] = f"hooktrain {name}"  # for the help
         os.execv(command[0], command)
     else:
         known = ", ".join([*_SCRIPTS, "new"])

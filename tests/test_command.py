@@ -1,12 +1,14 @@
 """The command `hooktrain`: what it runs, and what comes with an installed package."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import hooktrain
 from hooktrain.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -17,6 +19,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """What the command has put in the place of its process; run in an empty folder."""
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: commands.append(arguments))
+    monkeypatch.setenv("HOOKTRAIN_COMMAND", "")  # to be as it was at the end
     monkeypatch.chdir(tmp_path)
     return commands
 
@@ -45,6 +48,47 @@ def test_the_configurations_of_the_package_are_found(
     call(monkeypatch, "train", "--config-file", "configs/digits_cnn.py")
     shipped = str(ROOT / "configs" / "digits_cnn.py")
     assert [each[-1] for each in command] == [shipped, "configs/digits_cnn.py"]
+
+
+def test_the_version_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(monkeypatch, "--version")
+    assert capsys.readouterr().out == f"hooktrain {hooktrain.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_the_helps_name_all_configurations_and_the_command(
+    command: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    call(monkeypatch, "--help")
+    call(monkeypatch, name, "--help")
+    usage = capsys.readouterr().out
+    script = Path(command[0][1])
+    names = runpy.run_path(str(script), run_name="shown")
+    text = names["argument_parser"]().format_help()
+    for path in ROOT.glob("configs/*.py"):
+        assert f"configs/{path.name}" in usage
+        assert f"configs/{path.name}\n" in text
+    assert text.startswith(f"usage: hooktrain {name} [-h]")
+    assert script.name not in text
+
+
+@pytest.mark.parametrize("name", ["plot", "checkpoint"])
+def test_the_errors_of_a_script_name_the_command(
+    command: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    call(monkeypatch, name)
+    names = runpy.run_path(command[0][1], run_name="shown")
+    with pytest.raises(SystemExit):
+        names["main"]([])
+    assert f"hooktrain {name}: error: " in capsys.readouterr().err
 
 
 def test_a_new_project_has_the_script_of_the_readme(

@@ -15,6 +15,7 @@ memory. The exit code is 1 if a checkpoint is broken or cannot be read.
 """
 
 import argparse
+import os
 import reprlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -98,14 +99,29 @@ def weights(path: Path, file: Path) -> None:
     write_weights(read_checkpoint(str(path))["model"], file)
 
 
-def average(path: Path, file: Path) -> None:
+def average(path: Path, file: Path, hook: str | None = None) -> None:
     """Write the averaged weights and buffers alone, by the model's names."""
     hooks = read_checkpoint(str(path)).get("trainer", {}).get("hooks", {})
-    if not (found := [state for state in hooks.values() if "steps" in state]):
+    averages = [name for name, state in hooks.items() if is_average(state)]
+    if not averages:
         raise ValueError(
             f"{path} has no averaged model, only the states of {list(hooks)}"
         )
-    write_weights(take_prefix(found[0], "module"), file)
+    if hook is None and len(averages) > 1:
+        raise ValueError(
+            f"{path} has averaged models of {averages}: choose one by --hook"
+        )
+    if hook is None:
+        hook = averages[0]
+    if hook not in averages:
+        raise ValueError(f"--hook must be one of {averages}, not {hook!r}")
+    write_weights(take_prefix(hooks[hook], "module"), file)
+
+
+def is_average(state: Any) -> bool:
+    """Whether the state of a hook is that of an averaged model."""
+    names = [*state] if isinstance(state, Mapping) else []
+    return "steps" in names and any(str(name).startswith("module.") for name in names)
 
 
 def write_weights(state: Mapping[str, Any], file: Path) -> None:
@@ -147,7 +163,9 @@ def refuse_to_replace(path: Path) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command, and the paths it takes."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=os.environ.get("HOOKTRAIN_COMMAND"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, function, paths in [
@@ -161,6 +179,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=(function.__doc__ or "").strip())
         for path in paths:
             command.add_argument(path)
+        if function is average:
+            command.add_argument("--hook", help="if there are several averages")
         command.set_defaults(function=function, paths=paths)
     return parser.parse_args(arguments)
 
@@ -170,8 +190,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         source, *targets = (getattr(args, name) for name in args.paths)
+        options = {"hook": args.hook} if "hook" in args else {}
         args.function(
-            Path(local_path(source)), *(Path(on_disk(target)) for target in targets)
+            Path(local_path(source)),
+            *(Path(on_disk(target)) for target in targets),
+            **options,
         )
     except (
         CorruptCheckpointError,

@@ -312,7 +312,9 @@ class Grid:
 def main(arguments: list[str] | None = None) -> int:
     """Draw, once or again and again; return the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=os.environ.get("HOOKTRAIN_COMMAND"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="output folders, or files metrics.json")
@@ -358,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if args.watch is None:
                     parser.error(str(error))
                 # A run that has just begun has no metrics so far.
-                print(f"{clear}plot.py: {error}")
+                print(f"{clear}{parser.prog}: {error}")
             if args.watch is None:
                 return 0
             time.sleep(args.watch)

@@ -9,12 +9,18 @@ Try it out:         --dry-run makes two iterations, and tells what the whole run
 """
 
 import argparse
+import inspect
 import logging
+import os
+import re
 import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,14 +46,39 @@ from hooktrain.evaluation import print_csv_format, verify_results
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
 from hooktrain.utils.logger import pretty_seconds
-from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.names import did_you_mean, dotted
 
 logger = logging.getLogger("hooktrain.train_net")
+
+# The command hooktrain sets it, such as "hooktrain train".
+COMMAND = os.environ.get("HOOKTRAIN_COMMAND")
+
+EXAMPLES = """examples:
+  hooktrain train --config-file configs/digits_cnn.py optimizer.lr=0.1 train.max_iter=500
+  hooktrain train --config-file configs/digits_cnn.py --resume
+  hooktrain eval --config-file configs/digits_cnn.py --best
+  torchrun --nproc-per-node=2 -m hooktrain train --config-file configs/digits_cnn.py
+
+configurations that come with the package:
+"""
+
+PARTS = {  # of a configuration, and what they are
+    "model": "a LazyCall",
+    "optimizer": "a LazyCall",
+    "lr_multiplier": "a LazyCall",
+    "hooks": "a list",
+    "writers": "a list",
+    "dataloader": "a dict",
+    "train": "a dict",
+}
 
 
 def argument_parser() -> argparse.ArgumentParser:
     """The arguments that scripts share, and three of this script."""
-    parser = default_argument_parser()
+    configs = Path(__file__).parent.parent / "configs"
+    names = sorted(f"  configs/{path.name}\n" for path in configs.glob("*.py"))
+    parser = default_argument_parser(EXAMPLES + "".join(names) if COMMAND else None)
+    parser.prog = COMMAND or parser.prog
     best = "with --eval-only: evaluate the best model of the run's folder"
     parser.add_argument("--best", action="store_true", help=best)
     dry = "two iterations, to see that it works and how fast"
@@ -60,6 +91,7 @@ def argument_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Run one process of a training or an evaluation; return its last results."""
     cfg = LazyConfig.load(args.config_file)
+    refuse_objects(args.config_file, cfg)
     cfg = LazyConfig.apply_overrides(cfg, args.opts)
     check_settings(cfg)  # before anything is written
     if args.print_config:
@@ -97,6 +129,52 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def refuse_objects(file: str, cfg: Any) -> None:
+    """Refuse what a configuration has in place of a call, before anything is built.
+
+    Args:
+        file: the configuration's file. It is run again if its code has a name that the
+            configuration lacks, to see the value.
+        cfg: the configuration, which has the dicts and lists of the file.
+
+    Raises:
+        TypeError: for a part that is neither a dict nor a list, such as a model that is built
+            already, and for a LazyCall without arguments anywhere.
+    """
+    refuse_uncalled(cfg, ())
+    if not file.endswith(".py"):
+        return
+    names = compile(Path(file).read_bytes(), file, "exec").co_names
+    for part in [each for each in PARTS if each in names and each not in cfg]:
+        value = None
+        with suppress(KeyError):  # the file has deleted it
+            value = LazyConfig.load(file, part)
+        if value is not None:
+            refuse_uncalled(value, (part,))
+            hint = ""
+            if PARTS[part] == "a LazyCall" and not inspect.isroutine(value):
+                made = value if isinstance(value, type) else type(value)
+                hint = f": write {part} = LazyCall({made.__name__})(...)"
+            raise TypeError(f"{part} must be {PARTS[part]}, not {value!r:.80}{hint}")
+
+
+def refuse_uncalled(value: Any, path: tuple[Any, ...]) -> None:
+    """Refuse a LazyCall without arguments anywhere in a part of a configuration."""
+    if isinstance(value, LazyCall):
+        target = getattr(value._target, "__name__", value._target)
+        raise TypeError(
+            f"{dotted(path)} = LazyCall({target}) lacks its arguments: write "
+            f"LazyCall({target})(...)"
+        )
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        refuse_uncalled(item, (*path, key))
+
+
 def last_results(trainer: Any) -> dict[str, Any]:
     """What the last evaluation of a run returned."""
     results = {}
@@ -112,15 +190,19 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     checkpointer = Checkpointer(model, cfg.train.output_dir)
     if best:
         load_best(checkpointer)
-    elif cfg.train.init_checkpoint and not resume:
+    elif resume:
+        if not checkpointer.has_checkpoint():
+            raise FileNotFoundError(
+                f"there is no checkpoint in {checkpointer.save_dir!r} to evaluate: is "
+                "train.output_dir the folder of the run?"
+            )
+        checkpointer.resume_or_load("")
+    elif cfg.train.init_checkpoint:
         load_whole(checkpointer, cfg.train.init_checkpoint)
     else:
-        is_saved = resume and checkpointer.has_checkpoint()
-        if not is_saved and not cfg.train.init_checkpoint:
-            logger.warning(
-                "Evaluating initial weights: no --resume, or nothing to resume from"
-            )
-        checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+        logger.warning(
+            "Evaluating initial weights: give --resume, --best or train.init_checkpoint"
+        )
     results = evaluate(cfg, model)
     print_csv_format(results)
     return results
@@ -209,7 +291,7 @@ def dry_run(cfg: Any) -> None:
 
 def in_short(error: Exception) -> str:
     """An error without its traceback, and where it was in your own code or configuration."""
-    text = "".join(traceback.format_exception_only(error)).rstrip()
+    text = "".join(traceback.format_exception_only(error)).rstrip() + extra_hint(error)
     libraries = (
         str(Path(hooktrain.__file__).parent),
         *sysconfig.get_paths().values(),
@@ -226,16 +308,30 @@ def in_short(error: Exception) -> str:
     return text
 
 
+def extra_hint(error: Exception) -> str:
+    """How to install a missing package, if it is in an extra of hooktrain."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    name = str(error.name).partition(".")[0].replace("PIL", "pillow")
+    with suppress(metadata.PackageNotFoundError):  # it runs from a clone
+        for requirement in metadata.requires("hooktrain") or []:
+            found = re.match(rf"{name}\b.* extra == .(\w+)", requirement)
+            if found:
+                return f"\nTo install it: pip install 'hooktrain[{found[1]}]'"
+    return ""
+
+
 if __name__ == "__main__":
-    args = argument_parser().parse_intermixed_args()
+    parser = argument_parser()
+    args = parser.parse_intermixed_args()
     if not args.config_file:
         raise SystemExit(
-            "train_net.py: --config-file is missing, such as configs/digits_cnn.py"
+            f"{parser.prog}: --config-file is missing, such as configs/digits_cnn.py"
         )
     path = Path(args.config_file)
     if not path.is_file():
         near = did_you_mean(path, path.parent.glob("*.*"))
-        raise SystemExit(f"train_net.py: there is no file {str(path)!r}{near}")
+        raise SystemExit(f"{parser.prog}: there is no file {str(path)!r}{near}")
     try:
         launch(
             main,
@@ -249,4 +345,4 @@ if __name__ == "__main__":
         if args.log_level == "debug":
             raise
         logger.debug("The run ends by an error", exc_info=True)  # for log.txt
-        raise SystemExit(f"train_net.py: {in_short(error)}") from None
+        raise SystemExit(f"{parser.prog}: {in_short(error)}") from None

@@ -128,6 +128,6 @@ def _check_text(node: Any, key: Any, override: str) -> None:
         old = node[key]
     if isinstance(old, int | float | list | tuple | dict):
         raise ValueError(
-            f"the override {override!r} replaces {old!r:.60} by a string: give a value of "
-            "its kind, or put quotes around the string"
+            f"the override {override!r} replaces {old!r:.60} by a string: give a value of its "
+            "kind, or a period such as '1 epoch', or put quotes around the string"
         )

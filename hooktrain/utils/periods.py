@@ -135,5 +135,9 @@ def end_of_run(
             f"cannot end at {max_iter=}: give a whole number that is not smaller"
         )
     if start == max_iter:
-        logger.info("Nothing is left to train: max_iter=%d is reached", max_iter)
+        logger.info(
+            "Nothing is left to train: max_iter=%d is reached. Another run, such as the next fold, "
+            "needs a folder of its own",
+            max_iter,
+        )
     return max_iter

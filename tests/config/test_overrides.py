@@ -109,6 +109,12 @@ def test_a_text_in_the_place_of_something_else_is_refused(override: str) -> None
     assert repr(override) in str(err.value)
 
 
+def test_a_misspelt_period_is_refused_with_an_example() -> None:
+    cfg = ConfigDict(train={"eval_period": 5000})
+    with pytest.raises(ValueError, match="'1 epoch'"):
+        apply_overrides(cfg, ["train.eval_period=2epochs"])
+
+
 @pytest.mark.parametrize("period", ["2 epochs", "10 minutes"])
 def test_a_period_may_be_a_text_in_the_place_of_a_number(period: str) -> None:
     cfg = ConfigDict(train={"eval_period": 5000})

@@ -93,7 +93,10 @@ def test_a_run_that_is_already_complete_runs_no_step(
     trainer.train(5, 5)
     assert log == ["hook before_train 5", "hook after_train 5"]
     assert trainer.iter == trainer.max_iter == 5
-    assert caplog.messages == ["Nothing is left to train: max_iter=5 is reached"]
+    (message,) = caplog.messages
+    assert message.startswith("Nothing is left to train: max_iter=5 is reached")
+    # The model may be that of another fold.
+    assert message.endswith("needs a folder of its own")
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 4), (-1, 4)])

@@ -146,6 +146,26 @@ def test_the_model_alone_loads_into_a_plain_model(
     assert torch.equal(model[0].weight, factor * state["model"]["0.weight"])
 
 
+def test_of_several_averages_one_is_chosen_and_a_counter_is_none(
+    state: dict[str, Any], file: Path, tool: Tool, tmp_path: Path, capsys: Capture
+) -> None:
+    hooks = state["trainer"]["hooks"]
+    hooks |= {"Counter": {"steps": 5}, "Number": 5}
+    hooks["EMA"] = {"module.a": torch.tensor(1.0), "steps": torch.tensor(3)}
+    save_file(state, file)
+    assert tool("average", file, tmp_path / "only.pth") == 0
+    hooks["EMA_2"] = {"module.a": torch.tensor(2.0), "steps": torch.tensor(3)}
+    save_file(state, file)
+    assert tool("average", file, tmp_path / "none.pth") == 1
+    assert tool("average", file, tmp_path / "none.pth", "--hook", "Counter") == 1
+    which, wrong = capsys.readouterr().err.splitlines()
+    assert "averaged models of ['EMA', 'EMA_2']: choose one by --hook" in which
+    assert "one of ['EMA', 'EMA_2'], not 'Counter'" in wrong
+    assert tool("average", file, tmp_path / "second.pth", "--hook", "EMA_2") == 0
+    found = [torch.load(tmp_path / f"{name}.pth") for name in ("only", "second")]
+    assert_equal(found, [{"a": torch.tensor(1.0)}, {"a": torch.tensor(2.0)}])
+
+
 def test_safetensors_get_every_tensor_of_the_model(
     tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -175,6 +175,89 @@ def test_a_misspelt_key_leaves_the_folder_of_an_earlier_run_where_it_is(
     assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "model = torch.nn.Linear(2, 3)",
+            r"^model must be a LazyCall, not Linear\(in_f.*: write model = LazyCall\(Linear\)",
+        ),
+        (
+            "optimizer = torch.optim.AdamW",
+            r"write optimizer = LazyCall\(AdamW\)\(\.\.\.\)$",
+        ),
+        (
+            "optimizer = L(torch.optim.AdamW)",
+            r"^optimizer = LazyCall\(AdamW\) lacks its arguments: write LazyCall\(AdamW\)\(",
+        ),
+        (
+            "dataloader.evaluator = L('a.B')",
+            r"^dataloader.evaluator = LazyCall\(a\.B\) lacks",
+        ),
+        ("hooks = [L(print)(), L(print)]", r"^hooks\.1 = LazyCall\(print\) lacks"),
+        (
+            "hooks = (L(print)(),)",
+            r"^hooks must be a list, not \(\{'_target_': <built-in",
+        ),
+        ("dataloader = 'digits'", "^dataloader must be a dict, not 'digits'$"),
+        ("lr_multiplier = max", "^lr_multiplier must be a LazyCall, not <[^>]*max>$"),
+    ],
+)
+def test_an_object_in_the_place_of_a_call_is_refused_with_the_line_to_write(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    tool = load_tool("train_net")
+    file = tmp_path / "config.py"
+    file.write_text(
+        "import torch\nfrom hooktrain.config import LazyCall as L, LazyConfig\n"
+        f"globals().update(LazyConfig.load({CONFIG!r}))\n{line}\n"
+    )
+    args = ["--config-file", str(file), HERE.format(tmp_path / "new")]
+    with pytest.raises(TypeError, match=message):
+        tool.main(tool.argument_parser().parse_args(args))
+    assert not (tmp_path / "new").exists()
+
+
+def test_none_and_a_deleted_name_are_no_parts(tmp_path: Path) -> None:
+    tool = load_tool("train_net")
+    file = tmp_path / "config.py"
+    file.write_text("model = 1\ndel model\nhooks = writers = None\ntrain = {}\n")
+    tool.refuse_objects(str(file), LazyConfig.load(file))
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tool = load_tool("train_net")
+    packages = ["torch>=2.9", 'pillow>=9.4; extra == "detection"']
+    packages.append("pycocotools>=2.0.8; extra == 'detection'")
+    monkeypatch.setattr(tool.metadata, "requires", lambda _: packages)
+
+    def hint(module: str) -> str:
+        error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+        return str(tool.in_short(error).partition("\n")[2])
+
+    installs = "To install it: pip install 'hooktrain[detection]'"
+    assert hint("pycocotools.mask") == hint("PIL.Image") == installs
+    assert hint("torch") == hint("pycoco") == hint("mine") == ""
+    monkeypatch.undo()
+    assert hint("pycocotools") == installs
+
+
+def test_an_empty_folder_has_nothing_to_evaluate(tmp_path: Path) -> None:
+    tool = load_tool("train_net")
+    initial = f"train.init_checkpoint={tmp_path / 'initial.pth'}"
+    Checkpointer(model_of(1.0), tmp_path).save("initial")
+    for more in ([], [initial]):
+        args = ["--config-file", CONFIG, "--eval-only", "--resume", *more]
+        args.append(HERE.format(tmp_path / "empty"))
+        try:
+            with pytest.raises(FileNotFoundError, match=f"'{tmp_path / 'empty'}'"):
+                tool.main(tool.argument_parser().parse_args(args))
+        finally:
+            close_logger()
+
+
 def test_the_configuration_is_printed_as_it_loads(tmp_path: Path) -> None:
     printed = tmp_path / "printed.json"
     printed.write_text(run(tmp_path / "out", "--print-config"))
