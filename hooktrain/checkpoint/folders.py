@@ -96,7 +96,7 @@ def save_folder(
         state: tensors and plain types, nested in dicts, lists, tuples and sets. Each rank writes
             its shards of DTensors; the main process writes everything else.
         folder: the path of the folder.
-        group: of all ranks. A thread needs one that nobody else uses.
+        group: of all ranks. A thread needs one of its own.
 
     Raises:
         ValueError: on every rank, if two tensors have one dotted name, or the ranks do not hold

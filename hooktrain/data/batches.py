@@ -54,17 +54,17 @@ STARTS_AGAIN = (
 class Batches(Iterator[Any]):
     """The batches of a loader, which is started again whenever it is exhausted.
 
-    Before each new epoch ``set_epoch(epoch)`` is called on its samplers and on its data set, where
+    Before each new epoch ``set_epoch(epoch)`` is called on its samplers and on its data set, if
     they have this method. If the data set has it, persistent workers are started anew, since they
     keep a copy of the data set.
 
     Args:
         loader: any iterable of batches.
-        name: what warnings call the data.
+        name: the name of the data in warnings.
 
     Attributes:
         loader: the loader.
-        epoch: how often the loader was exhausted.
+        epoch: how many times the loader was exhausted.
     """
 
     def __init__(self, loader: Iterable[Any], name: str = "data") -> None:
@@ -77,7 +77,7 @@ class Batches(Iterator[Any]):
         self._ranks_are_told = False
 
     def start(self) -> Iterator[Any]:
-        """Start the loader and its workers, if that was not done, and return its iterator.
+        """Start the loader and its workers unless they have started, and return its iterator.
 
         Raises:
             TypeError: for a data set, or several loaders.

@@ -139,11 +139,11 @@ class TrainLoader:
             yield list(islice(mine, share))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what identifies the stream that it is a position in."""
+        """The position, and the values that identify the stream."""
         return {"batches": self.batches, **self._identity()}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise the errors of :meth:`load_state_dict`, and change nothing.
+        """Raise the errors that :meth:`load_state_dict` would raise, and change nothing.
 
         Raises:
             ValueError: if the seed, the size of the data set or the batch size differ from the
@@ -279,11 +279,11 @@ def build_train_loader(
         total_batch_size: the number of samples in a batch of all ranks together. It is a multiple
             of the number of ranks.
         mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
-        sampler: gives the indices, and decides on the length of an epoch. None shuffles with
+        sampler: gives the indices, and determines the length of an epoch. None shuffles with
             ``seed``. torch's samplers of a single process, such as ``WeightedRandomSampler``, are
-            divided among the ranks. Another one that is no StreamSampler has to divide the data by
+            divided among the ranks. Any other that is not a StreamSampler has to divide the data by
             itself, as ``DistributedSampler`` does. Indices are taken a thousand at a time.
-        seed: any non-negative integer. It decides on the order and on what is random in a sample.
+        seed: any non-negative integer. It determines the order and the random numbers in a sample.
             None draws one from torch's global generator of rank 0 (a collective).
         options: options of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
             ``drop_last`` makes a difference for an ``IterableDataset`` only.

@@ -1,4 +1,4 @@
-"""Which sample comes when: streams of indices that depend on a seed and a position alone.
+"""The order of the samples: streams of indices that depend only on a seed and a position.
 
 A training stream is endless: one epoch after the other, each in an order that depends on the seed
 and the epoch's number. All ranks see the same stream and take turns in it. So what is in a global
@@ -34,13 +34,13 @@ def draw_seed() -> int:
 
 
 def is_undivided(sampler: Any) -> bool:
-    """Whether it gives all indices on each rank: one of torch's samplers of a single process."""
+    """Whether a sampler gives all indices on each rank, as torch's for a single process do."""
     order = getattr(type(sampler), "__iter__", None)
     return getattr(order, "__module__", "") == RandomSampler.__module__
 
 
 def knows_ranks(sampler: Any) -> bool:
-    """Whether names in it are of ranks, as in ``DistributedSampler``, which divides the data."""
+    """Whether a sampler uses names such as ``rank``, as one that divides the data itself does."""
     order = getattr(type(sampler), "__iter__", None)
     names = (*vars(sampler), *names_used(order))
     return any(_OF_RANKS.search(name) for name in names)

@@ -69,7 +69,7 @@ class LossRecorder:
             data_time: seconds that the step waited for data.
             total: the name of the sum, which must be finite; None makes none, and each
                 loss must be.
-            check_now: check at once, where that is free.
+            check_now: whether to check at once, if that costs nothing.
 
         Raises:
             FloatingPointError: if a loss is not finite.
@@ -158,7 +158,7 @@ class LossRecorder:
                 self._columns[name] = len(self._columns)
 
     def check(self, finished: int) -> None:
-        """Check what was not checked yet of the finished iterations.
+        """Check the finished iterations that were not checked yet.
 
         Raises:
             FloatingPointError: for the first one that is not finite, with its iteration.

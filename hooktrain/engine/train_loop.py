@@ -174,7 +174,7 @@ class TrainerBase:
                 # Re-raised as it is, it would silently end an enclosing loop.
                 if isinstance(error, StopIteration):
                     raise RuntimeError(
-                        f"StopIteration in iteration {self.iter}: what a step reads has ended"
+                        f"StopIteration in iteration {self.iter}: an iterator that the step reads has ended"
                     ) from error
                 raise
             self.succeeded = True
@@ -319,7 +319,7 @@ class TrainerBase:
             self.succeeded = False
             raise first
 
-    # What hooks ask for.
+    # Requests of hooks.
 
     def seed_generators(self, iteration: int, event: str = "step") -> None:
         """Seed the generators of this rank; see :func:`hooktrain.utils.env.seed_step`."""
@@ -492,7 +492,7 @@ class TrainerBase:
             after: the same, to let them run right after it.
 
         Raises:
-            TypeError: if an entry is no hook.
+            TypeError: if an entry is not a hook.
             ValueError: if there is no hook ``before`` or ``after``, if a phase is unknown, or if a
                 new hook is registered already.
         """

@@ -55,7 +55,7 @@ class ModelTrainer(TrainerBase):
             every ``"1 epoch"``. The metrics of a period cannot be read before.
         zero_grad_before_forward: whether the gradients are freed before the forward pass; by
             default they are freed after it.
-        async_write_metrics: whether losses are checked at the end of a period only, also where
+        async_write_metrics: whether losses are checked at the end of a period only, even if
             it costs nothing to check them before each update.
 
     Attributes:
@@ -67,7 +67,7 @@ class ModelTrainer(TrainerBase):
             made it; else None.
 
     Raises:
-        TypeError: if ``model`` is no module, or ``optimizer`` no optimizer.
+        TypeError: if ``model`` is not a module, or ``optimizer`` not an optimizer.
         ValueError: if the period is below 1.
     """
 
@@ -90,7 +90,7 @@ class ModelTrainer(TrainerBase):
         async_write_metrics: bool = False,
     ) -> None:
         super().__init__()
-        log_size(model)  # it refuses what is no model
+        log_size(model)  # it refuses anything but a module
         self.optim_wrapper = self.updating = as_optim_wrapper(optimizer)
         self.optim_wrapper.name_parameters(model)
         self.data_loader = data_loader
@@ -353,7 +353,7 @@ class SimpleTrainer(ModelTrainer):
     def weight(self, data: Any) -> Any:
         """How much the losses of a batch count among those of the same iteration: here 1.
 
-        Where batches have unequal numbers of tokens, boxes or pixels, and the loss is a mean over
+        If batches have unequal numbers of tokens, boxes or pixels, and the loss is a mean over
         these, return their number. Then the accumulated passes of all ranks give the gradients
         and the losses of one large batch: with ``w`` for the weights of all batches of the
         iteration on all ranks, the loss of the i-th, and what is recorded beside it, is multiplied
@@ -361,14 +361,14 @@ class SimpleTrainer(ModelTrainer):
 
         The mean must be known before the first backward pass. So the batches of an iteration are
         all taken from the loader first, and the ranks exchange one number, between their hosts.
-        Nothing of this is done where this method is not overridden.
+        None of this happens unless this method is overridden.
 
         Args:
             data: the batch as the loader gives it, not yet moved to a device.
 
         Returns:
             A number of at least 0, or a tensor with one element. It may be 0, if the loss is finite
-            there. If all weights of an iteration are 0, a warning says so once.
+            then. If all weights of an iteration are 0, a warning says so once.
         """
         return 1
 
@@ -498,14 +498,14 @@ class StepTrainer(ModelTrainer):
 
     @property
     def can_save(self) -> bool:
-        """Whether no accumulation is open. Accumulated gradients are not saved."""
+        """Whether no accumulation is unfinished, since accumulated gradients are not saved."""
         return all(wrapper.should_update() for wrapper in self._wrappers())
 
     def before_train(self) -> None:
-        """Begin the run, and prepare the wrappers. Gradients that are left over are dropped."""
+        """Begin the run, and prepare the wrappers. Gradients from before are dropped."""
         super().before_train()
         # As in MMEngine, one call of update_params in each iteration is expected, so the last
-        # update may have fewer passes. With several optimizers nobody knows what to expect.
+        # update may have fewer passes. With several optimizers the number is unknown.
         done = getattr(self.optim_wrapper, "inner_count", 0)
         self.optim_wrapper.initialize_count_status(self.model, done, self.max_iter)
         self.optim_wrapper.zero_grad()

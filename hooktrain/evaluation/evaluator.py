@@ -1,4 +1,4 @@
-"""Runs a model over a data set and hands its outputs to evaluators."""
+"""Runs a model over a data set and gives its outputs to evaluators."""
 
 import inspect
 import logging
@@ -330,8 +330,8 @@ def inference_on_dataset(
     model's ``forward`` is given by keywords.
 
     A module is put into evaluation mode. Afterwards, also after an error, each of its submodules is
-    in its former mode again. A bar on the terminal shows the progress. Where nobody watches a
-    terminal, a line of the log does, at most every five seconds.
+    in its former mode again. A bar on the terminal shows the progress. Without a
+    terminal, a line is logged instead, at most every five seconds.
 
     Each rank calls this with its own share of the data, which may be empty. The ranks of a sharded
     model compute together, so a rank with fewer batches calls it with stand-ins, which the

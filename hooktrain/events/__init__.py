@@ -1,4 +1,4 @@
-"""Metrics: where they are put, kept, and written to."""
+"""Metrics: their storage, and the writers that write them to files and to the console."""
 
 from hooktrain.events.history import HistoryBuffer as HistoryBuffer
 from hooktrain.events.json_writer import (

@@ -17,8 +17,8 @@ _MAX_SAVED = 1000  # values of a metric in a checkpoint
 class HistoryBuffer:
     """The last values of a metric, and the mean of all its values.
 
-    The median and the mean of a window are NaN as long as one of its values is. The global average
-    is that of the finite values only, so a NaN does not spoil it forever.
+    The median and the mean of a window are NaN while one of its values is NaN. The global average
+    is that of the finite values only, so one NaN does not spoil it for good.
 
     Args:
         max_length: how many values to keep, at least 1. The oldest are dropped.
@@ -28,8 +28,8 @@ class HistoryBuffer:
         smoothing_hint: whether writers should show the median of the last iterations.
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
-        shown: what writers show of the newest values, so that it is found once for all of them.
-            The next value empties it.
+        shown: the entries that writers show of the newest values, computed once for all writers.
+            The next value clears it.
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
@@ -75,7 +75,7 @@ class HistoryBuffer:
         return self._data[-1][0]
 
     def median(self, window_size: int) -> float:
-        """The median of the last ``window_size`` values; NaN if one of them is."""
+        """The median of the last ``window_size`` values; NaN if one of them is NaN."""
         return median(_values(self.tail(window_size)))
 
     def avg(self, window_size: int) -> float:
@@ -114,7 +114,7 @@ class HistoryBuffer:
         return _values(entries)
 
     def state_dict(self) -> dict[str, Any]:
-        """The last 1000 values, and what the global average needs.
+        """The last 1000 values, and the count and sum of the global average.
 
         Returns:
             ``values`` (float64) and ``iterations`` (int64) are tensors of one dimension, the other
@@ -155,7 +155,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median of some values; NaN if one of them is."""
+    """The median of some values; NaN if one of them is NaN."""
     if any(map(isnan, values)):
         return nan
     return statistics.median(values)

@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON, which programs read."""
+"""Writes metrics as lines of JSON, for programs to read."""
 
 import json
 import logging
@@ -27,17 +27,17 @@ _encoder = json.JSONEncoder(sort_keys=True)
 # Metrics with such names depend on the machine.
 _OF_THE_MACHINE = re.compile("time|second|speed|mem|mfu|util")
 
-_CUT = "Rows of %s that are cut, computed again and compared: %d"
+_CUT = "Rows of %s newer than the checkpoint, cut, computed again and compared: %d"
 _EXACT = "Resumed exactly: %d rows computed again are equal"
 _NOT_EXACT = (
-    "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is right "
-    "where the configuration, the number of ranks or the machine is another one%s. If nothing is: "
+    "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is expected "
+    "if the configuration, the number of ranks or the machine has changed%s. If nothing has: "
     'docs/guide.md, "When a run goes wrong"'
 )
 
 
 class JSONWriter(ScalarWriter):
-    """Appends metrics to a file, one JSON object a line, on the main process only.
+    """Appends metrics to a file, one JSON object per line, on the main process only.
 
     A line has the ``iteration`` and the metrics that :meth:`new_scalars` finds for it. Beside
     medians of losses, ``mean_loss`` is the mean of the total loss, or of the first one, over the
@@ -48,7 +48,7 @@ class JSONWriter(ScalarWriter):
     A resume proves itself: the lines that :meth:`rewind` cuts are compared, value by value, with
     those that are computed and written again, and the log has the verdict. A small change of a
     weight leaves medians as they are, and ``mean_loss`` shows it. Metrics whose names say that they
-    are times, speeds or memory are left out.
+    are times, speeds or memory are not compared.
 
     Args:
         json_file: the file.
@@ -111,7 +111,7 @@ class JSONWriter(ScalarWriter):
         """Remove what was written after the storage was saved, or from ``iteration`` on.
 
         Incomplete lines are removed too. If a power cut has taken lines that were written before,
-        the log says so. The folder of a file that is there is locked first. From ``iteration`` 1 on
+        the log says so. If the file exists, its folder is locked first. From ``iteration`` 1 on
         the removed lines are kept, to be compared.
 
         Raises:
@@ -198,7 +198,7 @@ class JSONWriter(ScalarWriter):
             self.close()
 
     def close(self) -> None:
-        """Log how far a resume has proved itself, where that is not logged."""
+        """Log how many rows were computed again and are equal, unless that was logged already."""
         if self._equal:
             logger.info(_EXACT, self._equal)
         self._equal = 0

@@ -1,4 +1,4 @@
-"""Lines about the state of the run, which people read."""
+"""Logs lines about the state of the run, for people to read."""
 
 import logging
 import time
@@ -46,7 +46,9 @@ class CommonMetricPrinter(ScalarWriter):
         end = storage.max_iter or self.max_iter or 0
         is_running = storage.iter < end
         if is_running:
-            scalars.setdefault(storage.iter, {})  # without metrics the line has the ETA
+            scalars.setdefault(
+                storage.iter, {}
+            )  # a line without metrics still has the ETA
         for iteration, metrics in scalars.items():
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"

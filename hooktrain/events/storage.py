@@ -58,7 +58,7 @@ class EventStorage:
     is that of a metric of the training is read and written as ``"eval/<name>"``.
 
     Putting a value never waits for a device. All tensors come to the host in one transfer when
-    somebody reads a metric, or when 4096 values of a metric wait.
+    a metric is read, or when 4096 values of a metric wait.
 
     Example::
 
@@ -121,7 +121,9 @@ class EventStorage:
         history = self._histories.get(name)
         if history is None:
             if name == "iteration":
-                raise ValueError("no metric can be named 'iteration': rows have that")
+                raise ValueError(
+                    "no metric can be named 'iteration': rows have a field of that name"
+                )
             history = self._add(self._histories, name, bool(smoothing_hint))
         # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:

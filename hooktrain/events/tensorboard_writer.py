@@ -47,7 +47,7 @@ class TensorboardXWriter(ScalarWriter):
         """Torch's writer, which has more methods, such as ``add_graph`` and ``add_text``."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # Somebody may have deleted the folder.
+        # The folder may have been deleted.
         os.makedirs(self._log_dir, exist_ok=True)
         if self._open is None:
             self._open = SummaryWriter(self._log_dir, **self._arguments)

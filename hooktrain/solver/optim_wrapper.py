@@ -55,11 +55,11 @@ class OptimWrapper:
             yet clipped; or None. Trainers set it, to call their hooks.
         inner_count: the number of backward passes so far.
         prefix: is put before the names of metrics, such as ``"generator."``.
-        skipped_updates: how many updates were skipped since gradients were not finite.
+        skipped_updates: how many updates were skipped because gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is no optimizer or ``clip_grad`` no dict, for an unknown key,
-            or when a subclass is defined that overrides what only MMEngine calls.
+        TypeError: if ``optimizer`` is not an optimizer or ``clip_grad`` not a dict, for an unknown
+            key, or when a subclass is defined that overrides what only MMEngine calls.
         ValueError: for a count below 1, or for impossible clipping.
     """
 
@@ -144,7 +144,7 @@ class OptimWrapper:
         return self._is_complete_after(self.inner_count)
 
     def should_sync(self) -> bool:
-        """Whether the next backward pass completes one, so that ranks exchange gradients."""
+        """Whether the next pass completes an accumulation, so that ranks exchange gradients."""
         return self._is_complete_after(self.inner_count + 1)
 
     def _is_complete_after(self, count: int) -> bool:
@@ -179,7 +179,7 @@ class OptimWrapper:
     def update_params(
         self, loss: Tensor, step_kwargs: Any = None, zero_kwargs: Any = None
     ) -> bool:
-        """Add the gradients of a loss, and update where that completes an accumulation.
+        """Add the gradients of a loss, and update if that completes an accumulation.
 
         Args:
             loss: the loss, or the sum of several.
@@ -190,7 +190,7 @@ class OptimWrapper:
             Whether there was an update.
 
         Raises:
-            TypeError: if ``loss`` is no tensor, such as a dict of losses.
+            TypeError: if ``loss`` is not a tensor, such as a dict of losses.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(
@@ -216,7 +216,7 @@ class OptimWrapper:
             kwargs: the arguments of the optimizer's ``step``.
 
         Returns:
-            False if a scaler has skipped the update, since gradients overflowed.
+            False if a scaler has skipped the update because gradients overflowed.
         """
         self.unscale_gradients()
         if self.after_backward is not None:
@@ -308,7 +308,7 @@ def weights_over_mean(weights: Iterable[Any]) -> list[float]:
         weights: numbers, or tensors with one element; as many on each rank.
 
     Raises:
-        ValueError: for a weight that is negative or no finite number.
+        ValueError: for a weight that is negative or not finite.
     """
     own = [_weight(weight) for weight in weights]
     total = comm.all_reduce(torch.tensor(sum(own), dtype=torch.float64)).item()

@@ -38,7 +38,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
     Metrics of a member carry its name: ``generator.grad_norm``.
 
     Args:
-        wrappers: one :class:`OptimWrapper` a keyword.
+        wrappers: one :class:`OptimWrapper` per keyword.
 
     Attributes:
         after_backward: see :class:`OptimWrapper`; of a step for all of them.
@@ -87,7 +87,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
     @cached_property
     def _first(self) -> OptimWrapper:
-        """What counts and scales for all: the first one."""
+        """The first wrapper, which counts passes and scales the loss for all of them."""
         kinds = [
             (type(each), each.accumulative_counts, getattr(each, "dtype", None))
             for each in self.values()
@@ -119,7 +119,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         """Unscale all gradients, call ``after_backward``, then let each clip and update its own.
 
         Returns:
-            False where a scaler has skipped one of them.
+            False if a scaler has skipped one of them.
         """
         for wrapper in self.values():
             wrapper.unscale_gradients()

@@ -102,8 +102,8 @@ def get_default_optimizer_params(
         base_lr: learning rate. By default that of the optimizer.
         weight_decay: by default that of the optimizer.
         weight_decay_norm: for the parameters of normalisation layers.
-        bias_lr_factor: parameters called ``bias`` have so many times ``base_lr``.
-        weight_decay_bias: for parameters called ``bias``, also those of normalisation
+        bias_lr_factor: the rate of parameters called ``bias``, as a multiple of ``base_lr``.
+        weight_decay_bias: for parameters called ``bias``, including those of normalisation
             layers.
         lr_factor_func: maps a parameter's full name to the factor of ``base_lr``.
         overrides: maps a name, as above, to settings such as

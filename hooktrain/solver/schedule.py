@@ -1,4 +1,4 @@
-"""Schedules: pure functions of the progress of a run, and what applies one to a rate.
+"""Schedules: pure functions of the progress of a run, and the scheduler that applies one to a rate.
 
 The functions have the names, arguments and values of ``fvcore.common.param_scheduler``;
 :class:`WarmupParamScheduler` and :class:`LRMultiplier` those of detectron2. Below, ``w``
@@ -319,11 +319,11 @@ class LRMultiplier(LRScheduler):
 
     @property
     def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
-        """The rates that are multiplied, one a group."""
+        """The rates that are multiplied, one per group."""
         return [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of step ``last_epoch``, one float a group."""
+        """The rates of step ``last_epoch``, one float per group."""
         where = self.last_epoch / self._max_iter
         if where > 1.0:  # min() takes longer, in each step
             where = 1.0
@@ -339,7 +339,7 @@ class LRMultiplier(LRScheduler):
     get_last_lr = get_lr
 
     def step(self, epoch: int | None = None) -> None:
-        """Go on by one step, or to step ``epoch``, and set the rates."""
+        """Advance by one step, or to step ``epoch``, and set the rates."""
         if epoch is None:
             epoch = self.last_epoch + 1
         self.last_epoch = epoch
@@ -358,7 +358,7 @@ class LRMultiplier(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the saved step, and set the rates at once.
 
-        If the optimizer has another number of groups than then, their ``initial_lr`` counts.
+        If the number of groups differs from the saved one, their ``initial_lr`` counts.
 
         Raises:
             KeyError: an entry is missing.

@@ -187,7 +187,7 @@ def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one_and_says_so(
         run(path, checkpoint + 1, 100, storage)
     assert path.read_text() == whole.read_text()
     exact = [f"Resumed exactly: {cut} rows computed again are equal"] if cut else []
-    told = f"Rows of {path} that are cut, computed again and compared: {cut}"
+    told = f"Rows of {path} newer than the checkpoint, cut, computed again and compared: {cut}"
     assert [m for m in caplog.messages if "incomplete" not in m] == [told, *exact]
 
 

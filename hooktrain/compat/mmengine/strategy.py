@@ -133,7 +133,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
     @property
     def seed(self) -> Any:
-        """The seed. If nobody has chosen it yet, this calls :meth:`setup`: a collective."""
+        """The seed. If it is not chosen yet, this calls :meth:`setup`: a collective."""
         if self._seed is None:
             self.setup()
         return self._seed

@@ -35,11 +35,11 @@ class EvalHook(HookBase):
 
     Each call is seeded by the seed, the iteration and the rank. Its results go to
     ``trainer.after_evaluation``, which records them and calls the hooks. The same weights are
-    evaluated once: a run that is stopped right after an evaluation has no other one, nor has a
-    complete run that is started again.
+    evaluated once: a run that is stopped right after an evaluation is not evaluated again, nor is
+    a complete run that is started again.
 
     An error of the function ends the run after the other hooks have seen the iteration, so that
-    what was trained is saved where that is due. A rank that fails among several waits some
+    what was trained is saved if a save is due. A rank that fails among several waits some
     seconds for the others. If they do not come, they may be waiting for it inside of the function,
     and it ends the run at once.
 
@@ -49,7 +49,7 @@ class EvalHook(HookBase):
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
             Other values in it, such as torchmetrics' list of classes, are named in the log and
             left out.
-        eval_after_train: whether to evaluate at the end: in the last iteration, or behind it if
+        eval_after_train: whether to evaluate at the end: in the last iteration, or after it if
             the run was stopped early.
 
     Attributes:
@@ -94,14 +94,14 @@ class EvalHook(HookBase):
         return next(f"evaluation by {name}" for name in named if named[name] is self)
 
     def after_step(self) -> None:
-        """Evaluate where a period ends, and in the last iteration."""
+        """Evaluate at the end of a period, and in the last iteration."""
         at_end = self._eval_after_train and self.trainer.is_last
         if at_end or self._period.is_due(self.trainer):
             self._evaluated = self.trainer.done
             self._do_eval()
 
     def after_train(self) -> None:
-        """Evaluate a run that came to its end otherwise than by its last iteration."""
+        """Evaluate after an early stop, or if a complete run has no results yet."""
         is_new = self._evaluated != self.trainer.done
         if self._eval_after_train and self.trainer.succeeded and is_new:
             self._do_eval()
@@ -121,7 +121,7 @@ class EvalHook(HookBase):
                     self._tell_without_results()
             except Exception as raised:
                 logger.error(
-                    "The evaluation failed: the run ends when the other hooks are done"
+                    "The evaluation failed: the run ends after the other hooks of this iteration"
                 )
                 error = raised
             # Ranks need very different times to evaluate. They wait for each other here, so that a
@@ -196,7 +196,7 @@ def is_better(
 
 
 def tell_without_evaluation(hook: HookBase, metric: str) -> None:
-    """Log who has to evaluate, if no ``EvalHook`` does."""
+    """Log that a hook of the user has to evaluate, if there is no ``EvalHook``."""
     if not any(isinstance(each, EvalHook) for each in hook.trainer.hooks):
         logger.info(
             "%s waits for trainer.after_evaluation({%r: ...}), which a hook of yours has to call: "
@@ -414,10 +414,10 @@ class BestCheckpointer(HookBase):
 
 
 class EarlyStopping(HookBase):
-    """Asks for the end of training when a result has not improved for some evaluations.
+    """Stops the run when a result has not improved for some evaluations.
 
     A value that is not finite counts as no improvement. To stop by a metric of the training, let a
-    hook of yours call ``trainer.after_evaluation({"my_loss": value})`` as often as it is to count.
+    hook of yours call ``trainer.after_evaluation({"my_loss": value})`` whenever it is to be judged.
 
     Args:
         metric: the name of a result, such as ``"classification/val_loss"``.

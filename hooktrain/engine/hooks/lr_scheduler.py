@@ -41,8 +41,8 @@ class LRScheduler(HookBase):
         by_epoch: whether schedulers of torch count epochs, not iterations. The log says which.
 
     Raises:
-        TypeError: when training starts, for what is no schedule.
-        ValueError: when training starts, if a schedule is of another optimizer, is there twice,
+        TypeError: when training starts, for an object that is not a schedule.
+        ValueError: when training starts, if a schedule is of another optimizer, is given twice,
             lacks its metric, or counts epochs and the trainer has no ``epoch_length``; when a state
             of other schedulers is loaded; in a run, if no evaluation gives the metric.
 
@@ -205,7 +205,7 @@ class LRScheduler(HookBase):
         return period
 
     def _refuse_twice(self) -> None:
-        """A multiplier sets its rate, whatever others do. One schedule twice is too fast."""
+        """Refuse a rate with a multiplier and another schedule, and a schedule that steps twice."""
         driven = [
             each for hook in self.trainer.hooks for each in getattr(hook, "_driven", [])
         ]
