@@ -174,7 +174,7 @@ class TrainerBase:
                 # Re-raised as it is, it would silently end an enclosing loop.
                 if isinstance(error, StopIteration):
                     raise RuntimeError(
-                        f"StopIteration in iteration {self.iter}: an iterator that the step reads has ended"
+                        f"StopIteration in iteration {self.iter}: an iterator has ended"
                     ) from error
                 raise
             self.succeeded = True

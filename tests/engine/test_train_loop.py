@@ -103,7 +103,7 @@ def test_a_run_that_is_already_complete_runs_no_step(
 def test_a_start_outside_of_the_run_is_refused_with_both_numbers(
     start: int, end: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"max_iter={end}.*start_iter={start}"):
+    with pytest.raises(ValueError, match=f"start_iter={start}.*max_iter={end}"):
         Trainer().train(start, end)
 
 
