@@ -550,7 +550,8 @@ def mixed(model: nn.Module) -> dict[str, OptimWrapper]:
 
 
 def test_the_gan_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    more = ["train.max_iter=6", "train.checkpointer.period=2"]
+    more = [f"train.{key}" for key in ("max_iter=6", "eval_period=2")]
+    more.append("train.checkpointer.period=2")
     for output, stops in ((tmp_path / "whole", [6]), (folder, [2, 4, 6])):
         for stop in stops:
             cfg = gan(output, *more)
