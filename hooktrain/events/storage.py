@@ -21,9 +21,9 @@ Scalar = float | np.generic | media.Array  # with one element
 _MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
 _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
 
+_COLUMNS = ("iteration", "mean_loss")  # which JSONWriter adds to the metrics
 # A result of such a name gets another one, whether the training has the metric yet or not.
-# JSONWriter adds the first two to the metrics.
-_OF_THE_TRAINING = ("iteration", "mean_loss", "total_loss", "time", "data_time", "lr")
+_OF_THE_TRAINING = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,8 @@ class EventStorage:
         after = self._names_of_results()
         for result, shown in after.items():
             if shown != before.get(result, result):
-                logger.info(
+                logger.log(
+                    logging.WARNING if result in _COLUMNS else logging.INFO,
                     "The result %r of the evaluation is recorded as %r, since the training has "
                     "that name",
                     result,

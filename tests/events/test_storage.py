@@ -333,3 +333,14 @@ def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
     assert storage._history["loss"].avg(2) == 2.0
     assert storage._history["loss"]._data[-1] == (3.0, 7)
     assert [name for name, _, _ in storage._vis_data] == ["photo"]
+
+
+def test_a_result_that_is_named_like_a_column_of_the_files_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = EventStorage(3)
+    storage.put_results({"mean_loss": 123.0, "accuracy": 0.5}, 3)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "'mean_loss'" in warning
+    assert "'eval/mean_loss'" in warning
+    assert storage.latest() == {"eval/mean_loss": (123.0, 3), "accuracy": (0.5, 3)}

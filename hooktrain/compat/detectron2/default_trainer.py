@@ -94,6 +94,9 @@ class BestCheckpointer(hooks.BestCheckpointer):
 class EvalHook(hooks.EvalHook):
     """A :class:`hooktrain.engine.hooks.EvalHook` whose function must give numbers, nested or not.
 
+    As in detectron2 the final evaluation comes behind the last iteration, and so behind a
+    checkpoint that is saved in it, wherever the hook is registered.
+
     Raises:
         ValueError: in a run, for another result.
     """
@@ -101,6 +104,11 @@ class EvalHook(hooks.EvalHook):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._func = partial(_only_numbers, self._func)
+
+    def after_step(self) -> None:
+        """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
+        if not (self.trainer.is_last and self._eval_after_train):
+            super().after_step()
 
 
 def _only_numbers(evaluate: Callable[[], Any]) -> Any:
