@@ -13,7 +13,7 @@ from hooktrain.config import LazyConfig, instantiate, resolve
 from hooktrain.engine import hooks
 from hooktrain.engine.defaults import default_hooks, default_writers
 from hooktrain.engine.settings import check_settings
-from hooktrain.engine.trainers import SimpleTrainer, StepTrainer
+from hooktrain.engine.trainers import ModelTrainer, SimpleTrainer, StepTrainer
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_trainer(
-    cfg: Any, trainer_class: type[SimpleTrainer | StepTrainer] | None = None
-) -> SimpleTrainer | StepTrainer:
+    cfg: Any, trainer_class: type[ModelTrainer] | None = None
+) -> ModelTrainer:
     """Build the trainer that a lazy configuration describes, with its hooks. A collective.
 
     The configuration has the keys ``model``, ``optimizer``, ``lr_multiplier``,
@@ -184,8 +184,8 @@ def build_step(
     model: nn.Module,
     loader: Iterable[Any],
     optim_wrapper: Wrappers,
-    trainer_class: type[SimpleTrainer | StepTrainer] | None = None,
-) -> SimpleTrainer | StepTrainer:
+    trainer_class: type[ModelTrainer] | None = None,
+) -> ModelTrainer:
     """Build the trainer without hooks, of the given class or of the one that fits the model."""
     period, epoch_length = cfg.train.log_period, cfg.train.epoch_length
     if epoch_length:
@@ -207,7 +207,7 @@ def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
 
 
 def build_checkpointer(
-    cfg: Any, trainer: SimpleTrainer | StepTrainer, strategy: BaseStrategy
+    cfg: Any, trainer: ModelTrainer, strategy: BaseStrategy
 ) -> Checkpointer:
     """Build the Checkpointer of the model and the trainer, for the output folder."""
     options = cfg.train.checkpointer

@@ -393,6 +393,7 @@ class TrainerBase:
             self._refuse(self.find_non_finite())
         self._is_checked = False
         meta = {
+            **self.meta,
             "hooktrain": __version__,
             "torch": str(torch.__version__),
             "world_size": comm.get_world_size(),
@@ -404,7 +405,7 @@ class TrainerBase:
             "hooks": hook_states(self._hooks),
             "storage": self.storage.state_dict(),
             "seed": self.seed,
-            "meta": {**self.meta, **meta},
+            "meta": meta,
         }
 
     def check_state_dict(
