@@ -63,11 +63,11 @@ class Clock:
         self.pauses[name] += self.read() - start
 
     def state_dict(self) -> dict[str, float]:
-        """The seconds, those in the steps under ``"step"``."""
-        return {**self.pauses, "step": self.own}
+        """The seconds: by pause, in the steps, and those that the last periods went by."""
+        return {**self.pauses, "step": self.own, "now": self.now}
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
         """Load what :meth:`state_dict` returned."""
         self.pauses = defaultdict(float, state_dict)
         self.own = self.pauses.pop("step", 0.0)
-        self.agreed = self.now = self.before = self.own
+        self.agreed = self.now = self.before = self.pauses.pop("now", self.own)

@@ -38,8 +38,8 @@ def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
             f"{hook.phase!r}{did_you_mean(str(hook.phase), PHASES)}"
         )
     own = _place(hook)
-    later = (i for i, each in enumerate(hooks) if _place(each) > own)
-    return next(later, len(hooks))
+    earlier = (i for i, each in enumerate(hooks) if _place(each) <= own)
+    return max(earlier, default=-1) + 1
 
 
 def _place(hook: HookBase) -> tuple[int, int]:

@@ -26,6 +26,7 @@ class HistoryBuffer:
     Attributes:
         count: how many values were ever added.
         smoothing_hint: whether writers should show the median of the last iterations.
+        is_result: whether these are results of evaluations, of which writers show each.
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
         shown: the entries that writers show of the newest values, computed once for all writers.
@@ -35,6 +36,7 @@ class HistoryBuffer:
     def __init__(self, max_length: int = 10_000) -> None:
         self._data: deque[Entry] = deque(maxlen=max_length)
         self.smoothing_hint = True
+        self.is_result = False
         self.pending: list[tuple[Any, int]] = []
         self.count = 0
         self._finite_count = 0

@@ -228,6 +228,7 @@ class EventStorage:
         before = self._names_of_results()
         history = histories[name] = HistoryBuffer()
         history.smoothing_hint = smoothing_hint
+        history.is_result = histories is self._results
         after = self._names_of_results()
         for result, shown in after.items():
             if shown != before.get(result, result):
@@ -349,6 +350,8 @@ class EventStorage:
             }
         self._histories = _loaded(metrics)
         self._results = _loaded(results)
+        for history in self._results.values():
+            history.is_result = True
         self.iter = state_dict["iteration"]
         self.written = dict(state_dict["written_counts"])
         self.file_sizes = dict(state_dict["file_sizes"])

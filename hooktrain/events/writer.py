@@ -81,9 +81,9 @@ class ScalarWriter(EventWriter):
     def new_scalars(self, storage: EventStorage) -> Metrics:
         """The new values, by iteration in increasing order, and by name.
 
-        A smoothed metric has one value: the median, or the mean of a time. Of other metrics all
-        new values are there. If such a metric is put at each iteration, like a learning rate, only
-        its last value is there.
+        A smoothed metric has one value: the median, or the mean of a time. Of results and other
+        metrics all new values are there. If a metric of the training is put at each iteration, like
+        a learning rate, only its last value is there.
         """
         found: Metrics = {}
         written = storage.written.get(self.name, {})
@@ -114,6 +114,8 @@ def _new_entries(
         smooth = mean if name in TIMES else median
         return [(smooth(history.recent(window_size)), last)]
     new = history.tail(new_count)
+    if history.is_result:
+        return new
     iterations = {iteration for _, iteration in new}
     return [entry for entry in new if entry[1] + 1 not in iterations]
 

@@ -106,3 +106,40 @@ def test_all_ranks_see_a_period_in_time_end_after_the_same_iteration(
     tmp_path: Path,
 ) -> None:
     assert run_ranks(due_on_ranks, 2, str(tmp_path)) == [[3, 6, 9, 10]] * 2
+
+
+def due_after_resume(folder: str) -> list[int]:
+    """Where a period in time ends in a run that was killed before it was seen to."""
+    due = []
+
+    def look(trainer: Any) -> None:
+        if Period("10 minutes").is_due(trainer):
+            due.append(trainer.done)
+
+    def make() -> tuple[Any, Checkpointer]:
+        trainer = linear_trainer(gather_metric_period=4)
+        trainer.model = create_ddp_model(trainer.model)
+        saver = Checkpointer(trainer.model, folder, trainer=trainer)
+        save = PeriodicCheckpointer(saver, 3)
+        trainer.register_hooks([SlowSteps(250), CallbackHook(after_step=look), save])
+        return trainer, saver
+
+    def kill(trainer: Any) -> None:
+        if trainer.done == 3:
+            raise KeyboardInterrupt
+
+    first, _ = make()
+    first.register_hooks([CallbackHook(after_step=kill, phase="end")])
+    with pytest.raises(KeyboardInterrupt):
+        first.train(0, 4)
+    again, saver = make()
+    saver.resume_or_load("", resume=True)
+    again.train(max_iter=4)
+    return due
+
+
+def test_a_period_that_ends_between_a_save_and_an_exchange_is_due_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    # The exchange of the save has told the ranks of 750 seconds, but no hook.
+    assert run_ranks(due_after_resume, 2, str(tmp_path)) == [[4]] * 2

@@ -122,3 +122,20 @@ def test_hooks_in_any_order_run_in_the_order_of_their_phases(tmp_path: Path) -> 
         orders.add(tuple(kind for kind in kinds if kind not in OWN))
     assert len(orders) == 2  # the average and the schedule are both in "update"
     assert all(order[0] == "IterationTimer" for order in orders)
+
+
+class Ordered(HookBase):
+    """A hook of a phase with a place in it, as those of compat/mmengine."""
+
+    def __init__(self, key: str, order: int) -> None:
+        self.key = key
+        self._order = order
+
+
+def test_a_hook_comes_behind_all_that_do_not_come_after_it() -> None:
+    trainer = linear_trainer()
+    trainer.register_hooks([Ordered("ten", 10), Ordered("fifty", 50)])
+    trainer.register_hooks([Ordered("placed", 50)], before="ten")
+    trainer.register_hooks([Ordered("twenty", 20)])
+    keys = [hook.key for hook in trainer.hooks]
+    assert keys == ["placed", "ten", "twenty", "fifty"]

@@ -100,6 +100,25 @@ def test_what_could_not_be_written_comes_with_the_next_write(path: Path) -> None
     assert lines(path) == [first, {"iteration": 1, "loss": 2.0, "mean_loss": 2.0}]
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_each_result_is_written_where_evaluations_follow_each_other(
+    path: Path, is_loaded: bool
+) -> None:
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        for storage.iter in range(3):
+            storage.put_scalar("lr", 0.1, smoothing_hint=False)
+            storage.put_results({"acc": float(storage.iter)}, storage.iter)
+        if is_loaded:
+            storage.load_state_dict(storage.state_dict())
+        writer.write()
+    assert lines(path) == [
+        {"acc": 0.0, "iteration": 0},
+        {"acc": 1.0, "iteration": 1},
+        {"acc": 2.0, "iteration": 2, "lr": 0.1},
+    ]
+
+
 def test_only_the_main_process_touches_the_file(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
