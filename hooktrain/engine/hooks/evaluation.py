@@ -287,9 +287,12 @@ class BestCheckpointer(HookBase):
         if self.trainer.start_iter > 0:
             self._follow_file()
 
+    def _averages(self) -> list[EMA]:
+        return [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
+
     def _check_average(self) -> None:
         """Refuse an average that nothing updates, and raw weights by the metric of an average."""
-        averages = [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
+        averages = self._averages()
         if self._ema is not None and self._ema not in averages:
             raise ValueError(
                 "ema= of BestCheckpointer (best_ema) is not registered, so its average stays as it "
@@ -299,12 +302,6 @@ class BestCheckpointer(HookBase):
             raise ValueError(
                 f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would be "
                 "saved: give the hook EMA as ema= (best_ema)"
-            )
-        if self._ema is None and averages:
-            logger.info(
-                "%s will have the raw weights; for their average give the hook EMA as ema= "
-                "(best_ema)",
-                self._file_prefix,
             )
 
     def _follow_file(self) -> None:
@@ -329,8 +326,20 @@ class BestCheckpointer(HookBase):
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Save the model if the metric has its best value."""
         value = find_result(self.trainer, self._val_metric, results)
-        if value is not None:
-            self._judge(value)
+        if value is None:
+            return
+        if self.best_metric is None:
+            self._tell_of_raw_weights(results)
+        self._judge(value)
+
+    def _tell_of_raw_weights(self, results: Mapping[str, float]) -> None:
+        """The evaluation may have swapped in the average, unless it has results of both."""
+        has_both = any(name.startswith("ema/") for name in results)
+        if self._ema is None and self._averages() and not has_both:
+            logger.info(
+                "%s has the raw weights; for their average give the hook EMA as ema= (best_ema)",
+                self._file_prefix,
+            )
 
     def _judge(self, value: float) -> None:
         trainer = self.trainer
