@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import hooktrain
-from hooktrain.checkpoint import Checkpointer, load_model_state
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_model_state
 from hooktrain.checkpoint.resume import find_best
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
@@ -209,17 +209,35 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
 
 
 def load_best(checkpointer: Checkpointer) -> None:
-    """Load the best model of the folder, a file or a folder of shards, and say which it is."""
-    folder = checkpointer.save_dir
-    path = comm.on_main_process(partial(find_best, folder, "model_best"))
+    """Load the best model of the folder, a file or a folder of shards, and say which it is.
+
+    A run that is still training may replace the model while it is read. Then it is read again.
+    """
+    find = partial(newest_best, checkpointer.save_dir)
+    content = None
+    while content is None:
+        found = comm.on_main_process(find)
+        try:
+            content = load_whole(checkpointer, found[0])
+        except (OSError, CorruptCheckpointError):  # alike on every rank
+            if comm.on_main_process(find) == found:
+                raise
+            logger.info("A better model has replaced %s: reading that", found[0])
+    best = content["best"]
+    text = "The best %s of the run was %.4g, at iteration %d"
+    logger.info(text, best["metric"], best["best_metric"], best["best_iter"])
+
+
+def newest_best(folder: str) -> tuple[str, int, int]:
+    """The path of the best model, and numbers that change when another one replaces it."""
+    path = find_best(folder, "model_best")
     if not path:
         raise FileNotFoundError(
             f"there is no model_best.pth in {folder!r}: a run with an evaluation and "
             "train.best_metric saves it"
         )
-    best = load_whole(checkpointer, path)["best"]
-    text = "The best %s of the run was %.4g, at iteration %d"
-    logger.info(text, best["metric"], best["best_metric"], best["best_iter"])
+    status = os.stat(path)
+    return path, status.st_ino, status.st_mtime_ns
 
 
 def load_whole(checkpointer: Checkpointer, path: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from loading import load_tool
 
 from equality import assert_same_end
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.config import LazyConfig, instantiate
 from hooktrain.utils.logger import close_logger
 from processes import run_program
@@ -150,6 +150,45 @@ def test_of_a_best_file_and_a_best_folder_the_newer_one_is_evaluated(
     model = model_of(0.0)
     tool.load_best(Checkpointer(model, tmp_path))
     assert model.bias.item() == (0.25 if newer == "model_best" else 0.75)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+def test_a_best_model_that_a_run_replaces_while_it_is_read_is_read_again(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = load_tool("train_net")
+
+    def save(value: float) -> None:
+        best = {"metric": "a", "best_metric": value, "best_iter": 4}
+        saver = Checkpointer(model_of(value), tmp_path, sharded=sharded)
+        saver.save("model_best", best=best)
+
+    save(0.5)
+    read = Checkpointer.read
+    read_paths = []
+
+    def read_while_it_is_replaced(self: Checkpointer, path: str) -> dict[str, Any]:
+        read_paths.append(path)
+        if len(read_paths) < 3:
+            save(0.5 + len(read_paths))
+            raise CorruptCheckpointError(f"{path} was altered")
+        return read(self, path)
+
+    monkeypatch.setattr(Checkpointer, "read", read_while_it_is_replaced)
+    model = model_of(0.0)
+    tool.load_best(Checkpointer(model, tmp_path))
+    assert model.bias.item() == 2.5
+    assert len(read_paths) == 3
+
+
+def test_a_best_model_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    tool = load_tool("train_net")
+    saver = Checkpointer(model_of(0.5), tmp_path)
+    saver.save("model_best", best={})
+    path = tmp_path / "model_best.pth"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match=r"model_best\.pth"):
+        tool.load_best(saver)
 
 
 @pytest.mark.parametrize("flags", ["--best", "--dry-run --resume"])
