@@ -159,7 +159,7 @@ class Campaign:
         self._lock = threading.Lock()
 
     def undisturbed(self, variant: Variant) -> tuple[Any, float]:
-        """The outcome of a variant that nobody disturbs, and the seconds that it takes.
+        """The outcome of a variant that is not disturbed, and the seconds that it takes.
 
         It depends neither on where a checkpoint is written nor, but for a stream, on workers.
         """

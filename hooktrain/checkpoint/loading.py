@@ -298,7 +298,7 @@ def load_model_state(
         same_shapes: whether to refuse a tensor of another shape, before anything is loaded.
 
     Raises:
-        RuntimeError: with ``strict``, if there is a difference; if a value is no tensor.
+        RuntimeError: with ``strict``, if there is a difference; if a value is not a tensor.
         ValueError: with ``same_shapes``, if one differs; without ``strict``, if nothing fits. The
             model is as it was.
     """
@@ -406,7 +406,7 @@ def revise_names(
             pattern means any character.
 
     Raises:
-        re.error: if one of them is no regular expression.
+        re.error: if one of them is not a regular expression.
         ValueError: if two names become the same.
     """
 

@@ -74,7 +74,7 @@ def read_pointer(save_dir: AnyPath) -> str:
     name = os.path.basename(path.read_text("utf-8", "replace").strip())
     if name in checkpoint_names(save_dir):
         return name
-    logger.warning("%s names %r, which is no checkpoint there", path, name)
+    logger.warning("%s names %r, which is not a checkpoint there", path, name)
     return ""
 
 

@@ -76,7 +76,7 @@ class Store:
 
     Raises:
         ImportError: if a package for the address is not installed; it says which.
-        ValueError: if it is no address or absolute path, has an unknown scheme, or lies in the
+        ValueError: if it is not an address or absolute path, has an unknown scheme, or lies in the
             output folder.
     """
 

@@ -213,7 +213,7 @@ class CocoEvaluator(DatasetEvaluator):
 
         Returns:
             ``{"bbox": {"AP": ..., "AP50": ..., ...}}`` in percent, with the names of detectron2,
-            the same on every rank. What there is no object for, such as ``APl`` where all are
+            the same on every rank. Metrics without any object, such as ``APl`` where all are
             small, is left out.
 
         Raises:

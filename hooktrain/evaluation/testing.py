@@ -96,7 +96,7 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     """The results that are numbers, in a flat dictionary. A warning names the others.
 
     Raises:
-        TypeError: if the results are no dictionary.
+        TypeError: if the results are not a dictionary.
     """
     if not isinstance(results, Mapping):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What a model returns in training: which of its values are losses, and what their sum is."""
+"""Splits what a model returns in training into losses, their sum, and metrics to record."""
 
 from collections.abc import Mapping
 from functools import lru_cache, reduce

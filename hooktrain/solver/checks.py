@@ -72,7 +72,7 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
 
 
 def _lists_of_layers(model: nn.Module) -> Iterator[str]:
-    """The names of plain lists and tuples of layers, which are no part of a model."""
+    """The names of plain lists and tuples of layers, which are not part of a model."""
     for path, module in model.named_modules(prefix="model"):
         for key, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else ()

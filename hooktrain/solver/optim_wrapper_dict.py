@@ -44,7 +44,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         after_backward: see :class:`OptimWrapper`; of a step for all of them.
 
     Raises:
-        TypeError: if a value is no wrapper.
+        TypeError: if a value is not a wrapper.
         ValueError: at the first loss for all, if they differ in what they have to share.
     """
 

@@ -165,7 +165,7 @@ def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
     for name in overrides:
         if name not in known:
             logger.warning(
-                "overrides: %r is no parameter of the model%s",
+                "overrides: %r is not a parameter of the model%s",
                 name,
                 did_you_mean(name, known),
             )

@@ -175,7 +175,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     """Name the tensors that hold infinity or NaN, such as ``{"mask is inf", "weight is nan"}``.
 
     Of a sharded tensor only the local shard is checked. Tensors without data, tensors of one byte
-    a number, and values that are no tensors are left out.
+    a number, and values that are not tensors are left out.
 
     Args:
         tensors: the tensors by name, also in containers as :func:`map_leaves` knows them. Their

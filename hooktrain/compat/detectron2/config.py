@@ -24,7 +24,7 @@ class LazyCall(config.LazyCall):
     """A :class:`hooktrain.config.LazyCall` that refuses what could never be called.
 
     Raises:
-        TypeError: if the target is no callable, name or configuration.
+        TypeError: if the target is not a callable, a name or a configuration.
     """
 
     def __init__(self, target: Any) -> None:

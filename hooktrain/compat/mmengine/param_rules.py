@@ -113,7 +113,7 @@ class DefaultOptimWrapperConstructor:
             prefix: has to be "", since rules are for names in the whole model.
 
         Raises:
-            TypeError: for a value of ``custom_keys`` that is no dict.
+            TypeError: for a value of ``custom_keys`` that is not a dict.
             ValueError: for a part of a model, an unknown rule, a misspelt multiplier, or one of
                 what the optimizer does not have.
         """
