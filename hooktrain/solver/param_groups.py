@@ -143,10 +143,8 @@ def get_default_optimizer_params(
             found |= of_norms
         if lr_factor_func is not None:
             found["lr"] = base["lr"] * lr_factor_func(names[0])
-        for name in names:
-            found |= overrides.get(_last_part(name), {})
-        for name in names:
-            found |= overrides.get(name, {})
+        for key in _keys(names):
+            found |= overrides.get(key, {})
         return found
 
     return group_trainable(model, settings)
@@ -160,8 +158,7 @@ def _given(**settings: float | None) -> ParamGroup:
 def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
     known: list[str] = []
     for names, _, _ in walk_parameters(model):
-        known += names
-        known += map(_last_part, names)
+        known += _keys(names)
     for name in overrides:
         if name not in known:
             logger.warning(
@@ -171,8 +168,9 @@ def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
             )
 
 
-def _last_part(name: str) -> str:
-    return name.rpartition(".")[2]
+def _keys(names: list[str]) -> list[str]:
+    """The keys of overrides for a parameter: the last parts of its names, then the names."""
+    return [name.rpartition(".")[2] for name in names] + names
 
 
 def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
