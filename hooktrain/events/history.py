@@ -29,6 +29,7 @@ class HistoryBuffer:
         is_result: whether these are results of evaluations, of which writers show each.
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
+        written: by the name of a writer, how many values it has written.
         shown: the entries that writers show of the newest values, computed once for all writers.
             The next value clears it.
     """
@@ -41,6 +42,7 @@ class HistoryBuffer:
         self.count = 0
         self._finite_count = 0
         self._finite_sum = 0.0
+        self.written: dict[str, int] = {}
         self.shown: dict[tuple[int, int], list[Entry]] = {}
 
     def update(self, value: float, iteration: int | None = None) -> None:
@@ -119,8 +121,8 @@ class HistoryBuffer:
         """The last 1000 values, and the count and sum of the global average.
 
         Returns:
-            ``values`` (float64) and ``iterations`` (int64) are tensors of one dimension, the other
-            items are plain numbers.
+            ``values`` (float64) and ``iterations`` (int64) are tensors of one dimension,
+            ``written`` is a dict, the other items are plain numbers.
         """
         entries = self.tail(_MAX_SAVED)
         iterations = [iteration for _, iteration in entries]
@@ -131,6 +133,7 @@ class HistoryBuffer:
             "count": self.count,
             "non_finite_count": self.count - self._finite_count,
             "finite_sum": self._finite_sum,
+            "written": dict(self.written),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -145,6 +148,7 @@ class HistoryBuffer:
         self.count = state_dict["count"]
         self._finite_count = self.count - state_dict["non_finite_count"]
         self._finite_sum = state_dict["finite_sum"]
+        self.written = dict(state_dict.get("written", {}))
 
 
 def _values(entries: Sequence[Entry]) -> list[float]:

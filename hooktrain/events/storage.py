@@ -74,7 +74,6 @@ class EventStorage:
         max_iter: the iteration that the run ends before; 0 if it is not known.
         epoch_length: the number of iterations of an epoch, if it is known.
         info: plain values that are saved with the metrics.
-        written: by the name of a reader and by metric, how many values it has written.
         file_sizes: by name, the size of each file of metrics in bytes.
     """
 
@@ -84,12 +83,12 @@ class EventStorage:
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
         self.info: dict[str, Any] = {}
-        self.written: dict[str, dict[str, int]] = {}
         self.file_sizes: dict[str, int] = {}
         self._owners: dict[str, object] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._results: dict[str, HistoryBuffer] = {}
+        self._told: dict[str, str] = {}  # other names of results, which the log has
         self._tensors: list[Tensor] = []  # those on a device, among the pending values
         # These are detectron2's names, which its users' writers read.
         self._vis_data: deque[media.Image] = deque(maxlen=_MAX_QUEUED)
@@ -124,7 +123,9 @@ class EventStorage:
                 raise ValueError(
                     "no metric can be named 'iteration': rows have a field of that name"
                 )
-            history = self._add(self._histories, name, bool(smoothing_hint))
+            history = HistoryBuffer()
+            history.smoothing_hint = bool(smoothing_hint)
+            self._histories[name] = history
         # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:
             cur_iter = self.iter
@@ -149,8 +150,11 @@ class EventStorage:
         """
         for name, value in results.items():
             if name not in self._results:
-                self._add(self._results, name, smoothing_hint=False)
+                history = self._results[name] = HistoryBuffer()
+                history.smoothing_hint = False
+                history.is_result = True
             self._results[name].update(value, iteration)
+        self._named()  # tells of other names
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
         """Queue a copy of an image for the writers. This waits for the device of the image.
@@ -204,45 +208,23 @@ class EventStorage:
         return self._named()
 
     def _named(self) -> dict[str, HistoryBuffer]:
+        """All metrics by name. Tells once of each result that has another name from now on."""
         named = dict(self._histories)
-        for result, name in self._names_of_results().items():
-            named[name] = self._results[result]
-        return named
-
-    def _names_of_results(self) -> dict[str, str]:
-        """By result, the name under which it is read and written."""
-        names = {}
-        taken = {*self._histories, *_OF_THE_TRAINING}
-        for name in self._results:
-            shown = name
-            while shown in taken:
-                shown = f"eval/{shown}"
-            taken.add(shown)
-            names[name] = shown
-        return names
-
-    def _add(
-        self, histories: dict[str, HistoryBuffer], name: str, smoothing_hint: bool
-    ) -> HistoryBuffer:
-        """Begin a metric or a result, and tell which results have other names from now on."""
-        before = self._names_of_results()
-        history = histories[name] = HistoryBuffer()
-        history.smoothing_hint = smoothing_hint
-        history.is_result = histories is self._results
-        after = self._names_of_results()
-        for result, shown in after.items():
-            if shown != before.get(result, result):
+        for result, history in self._results.items():
+            name = result
+            while name in named or name in _OF_THE_TRAINING:
+                name = f"eval/{name}"
+            named[name] = history
+            if name != self._told.get(result, result):
+                self._told[result] = name
                 logger.log(
                     logging.WARNING if result in _COLUMNS else logging.INFO,
                     "The result %r of the evaluation is recorded as %r, since the training has "
                     "that name",
                     result,
-                    shown,
+                    name,
                 )
-        renamed = {shown: after[result] for result, shown in before.items()}
-        for reader, counts in self.written.items():
-            self.written[reader] = {renamed.get(n, n): c for n, c in counts.items()}
-        return history
+        return named
 
     def results(self) -> dict[str, HistoryBuffer]:
         """The values of the results of evaluations, by the names that the evaluations gave."""
@@ -288,8 +270,8 @@ class EventStorage:
     def take_name(self, name: str, owner: object) -> str:
         """The first of ``name``, ``name#1``, ``name#2``, ... that the owner has or can take.
 
-        A run that enters the storage begins without owners. Under its name a reader keeps how much
-        it has written, so that a resumed run goes on after it.
+        A run that enters the storage begins without owners. Each history keeps under its name how
+        much it has written, so that a resumed run goes on after it.
         """
         free = name
         count = 0
@@ -333,7 +315,6 @@ class EventStorage:
             "iteration": self.iter,
             "metrics": {n: h.state_dict() for n, h in self._histories.items()},
             "results": {n: h.state_dict() for n, h in self._results.items()},
-            "written_counts": dict(self.written),
             "file_sizes": dict(self.file_sizes),
             "info": dict(self.info),
         }
@@ -353,7 +334,11 @@ class EventStorage:
         for history in self._results.values():
             history.is_result = True
         self.iter = state_dict["iteration"]
-        self.written = dict(state_dict["written_counts"])
+        # Earlier revisions kept by reader and by metric how much is written.
+        named = self._named()
+        for reader, counts in state_dict.get("written_counts", {}).items():
+            for name in counts.keys() & named.keys():
+                named[name].written[reader] = counts[name]
         self.file_sizes = dict(state_dict["file_sizes"])
         self.info = dict(state_dict["info"])
 

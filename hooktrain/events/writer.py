@@ -56,7 +56,7 @@ class ScalarWriter(EventWriter):
         window_size: how many iterations to smooth over, where a metric's hint says so.
 
     Attributes:
-        name: the name under which the storage keeps how much the writer has written: its kind.
+        name: the name under which each history keeps how much the writer has written: its kind.
             Further writers of a kind get ``#1``, ``#2`` behind it, in the order in which a run
             calls them first.
     """
@@ -86,9 +86,8 @@ class ScalarWriter(EventWriter):
         a learning rate, only its last value is there.
         """
         found: Metrics = {}
-        written = storage.written.get(self.name, {})
         for name, history in storage.histories().items():
-            new_count = history.count - written.get(name, 0)
+            new_count = history.count - history.written.get(self.name, 0)
             key = (new_count, self._window_size)
             if key not in history.shown:
                 history.shown[key] = _new_entries(name, history, *key)
@@ -98,8 +97,8 @@ class ScalarWriter(EventWriter):
 
     def mark_written(self, storage: EventStorage) -> None:
         """Remember that all values are written."""
-        histories = storage.histories()
-        storage.written[self.name] = {n: h.count for n, h in histories.items()}
+        for history in storage.histories().values():
+            history.written[self.name] = history.count
 
     def rewind(self, iteration: int) -> None:
         """Continue after the last write before the storage was saved."""

@@ -296,7 +296,8 @@ def test_a_metric_that_comes_after_a_result_of_its_name_gives_that_another_one(
     assert "'acc'" in first
     assert "'eval/acc'" in first
     assert "'eval/eval/acc'" in second
-    assert saved["written_counts"]["metrics.json"] == {"acc": 4, "eval/acc": 4}
+    for name in ("acc", "eval/acc"):
+        assert saved["results"][name]["written"] == {"metrics.json": 4}
 
 
 # The state
@@ -322,6 +323,29 @@ def test_a_loaded_storage_gives_the_same_answers(
     assert loaded.smoothing_hints() == storage.smoothing_hints()
     assert loaded.history("loss").values() == storage.history("loss").values()[-1000:]
     assert loaded.history("loss").global_avg() == storage.history("loss").global_avg()
+
+
+def test_a_state_of_an_earlier_revision_has_the_counts_of_writers_and_both_kinds_in_one_dict(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.json"
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.put_scalar("acc", 5.0, smoothing_hint=False)
+        JSONWriter(path).write()
+        state = storage.state_dict()
+    for history in state["metrics"].values():
+        del history["written"]
+    del state["results"]
+    state["written_counts"] = {"metrics.json": {"loss": 1, "acc": 1}}
+    with EventStorage() as loaded:
+        loaded.load_state_dict(state)
+        loaded.iter = 1
+        loaded.put_results({"acc": 6.0}, 1)
+        JSONWriter(path).write()
+    rows = load_json_metrics(path)
+    assert [(row["iteration"], row["acc"]) for row in rows] == [(0, 5.0), (1, 6.0)]
+    assert list(loaded.results()) == ["acc"]
 
 
 def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
