@@ -214,7 +214,7 @@ class CocoEvaluator(DatasetEvaluator):
         Returns:
             ``{"bbox": {"AP": ..., "AP50": ..., ...}}`` in percent, with the names of detectron2,
             the same on every rank. Metrics without any object, such as ``APl`` where all are
-            small, is left out.
+            small, are left out.
 
         Raises:
             ValueError: on every rank, if no rank had an image.
