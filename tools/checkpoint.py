@@ -6,6 +6,7 @@
     python tools/checkpoint.py to-sharded FILE.pth FOLDER   # and back, for any number of ranks
     python tools/checkpoint.py weights PATH FILE            # the model alone: tensors by name
     python tools/checkpoint.py average PATH FILE            # the averaged model of the hook EMA
+                                                            # --hook NAME if there are several
 
 The last two also take the checkpoints of other libraries, and write a FILE.safetensors where that
 package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE of any other name.
