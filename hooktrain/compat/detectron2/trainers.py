@@ -74,6 +74,7 @@ class TrainerBase(engine.TrainerBase):
         inner.before_train()
         # The steps of the inner one record losses there; the loop of this one exchanges them.
         self._losses = inner._losses
+        inner.agreement = self.agreement  # its hooks may ask this loop to stop
 
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks, first those of the inner trainer."""

@@ -359,6 +359,19 @@ def test_hooks_of_a_trainer_inside_are_called() -> None:
     assert seen == ["before_train", *EVENTS[1:4] * 2, "after_train"]
 
 
+def test_a_hook_of_a_trainer_inside_may_stop_the_run() -> None:
+    outer = Outer(made(SimpleTrainer))
+
+    def stop(trainer: Any) -> None:
+        if trainer.done == 2:
+            trainer.request_stop("enough")
+
+    outer._trainer.register_hooks([hooks.CallbackHook(after_step=stop)])
+    outer.train(0, 4)
+    assert outer.done == 2
+    assert outer.stop_reason == "enough"
+
+
 def test_a_trainer_inside_is_inside_of_one_trainer_after_the_other() -> None:
     inner = made(SimpleTrainer)
     calls: dict[str, list[str]] = {"first": [], "second": []}
