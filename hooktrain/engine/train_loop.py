@@ -294,6 +294,7 @@ class TrainerBase:
         self.storage.put_results(numbers, iteration)
         for hook in self._hooks:
             hook.after_evaluation(numbers)
+        self.synchronize()  # a hook may ask for a stop, which then comes after this iteration
 
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, and raise the first error."""

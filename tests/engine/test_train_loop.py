@@ -13,7 +13,13 @@ from torch import nn
 
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine import HookBase, SimpleTrainer, TrainerBase, hooks
+from hooktrain.engine import (
+    HookBase,
+    SimpleTrainer,
+    TrainerBase,
+    create_ddp_model,
+    hooks,
+)
 from hooktrain.engine.hook_base import EVENTS
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.events import EventStorage, get_event_storage
@@ -492,6 +498,20 @@ def evaluate_on_both() -> tuple[dict[str, Any], list[str]]:
 def test_all_ranks_take_the_results_of_the_main_one() -> None:
     expected = ({"score": (2.0, 0)}, ["hook {'score': 2.0}", "hook"])
     assert run_ranks(evaluate_on_both, 2) == [expected, expected]
+
+
+def stop_by_an_evaluation() -> int:
+    """Where a run ends whose second evaluation is no better, and is not saved either."""
+    model = create_ddp_model(Net())
+    trainer = SimpleTrainer(model, batches(1), sgd(model), gather_metric_period=20)
+    evaluation = hooks.EvalHook(3, lambda: {"acc": 0.5})
+    trainer.register_hooks([evaluation, hooks.EarlyStopping("acc", "max", patience=1)])
+    trainer.train(max_iter=40)
+    return trainer.iter
+
+
+def test_ranks_stop_right_after_the_evaluation_that_asks_for_it() -> None:
+    assert run_ranks(stop_by_an_evaluation, 2) == [6, 6]
 
 
 def test_the_list_of_hooks_can_be_put_into_another_order_as_in_detectron2() -> None:
