@@ -130,16 +130,16 @@ class EvalHook(HookBase):
         if error is not None and not is_met:
             raise error
 
-        def succeed() -> None:
+        def outcome() -> dict[str, float]:
             if error is not None:
                 raise error
+            return numbers
 
         try:
-            comm.on_all_ranks(succeed)
+            self._results = comm.on_all_ranks(outcome)[0]  # the main process's
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        self._results = comm.broadcast(numbers)
         known = {"done": self.trainer.done, "results": self._results}
         self.trainer.storage.info[self._name_of_info()] = known
         self.trainer.after_evaluation(self._results)
