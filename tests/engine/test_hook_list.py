@@ -14,7 +14,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer, default_hooks
 from hooktrain.engine.hooks import EMA, EarlyStopping
 from hooktrain.events import JSONWriter, load_json_metrics
-from toys import linear_trainer
+from toys import Idle, linear_trainer
 
 
 class Reads(HookBase):
@@ -139,3 +139,15 @@ def test_a_hook_comes_behind_all_that_do_not_come_after_it() -> None:
     trainer.register_hooks([Ordered("twenty", 20)])
     keys = [hook.key for hook in trainer.hooks]
     assert keys == ["placed", "ten", "twenty", "fifty"]
+
+
+def test_hooks_without_a_state_may_be_left_out_or_added_in_a_resumed_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = Idle(Measures(), Reads())
+    first.train(0, 1)
+    assert list(first.state_dict()["hooks"]) == ["Reads"]
+    again = Idle(Reads(), HookBase())
+    again.load_state_dict(first.state_dict())
+    assert again.done == 1
+    assert caplog.messages == []
