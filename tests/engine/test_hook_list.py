@@ -147,7 +147,7 @@ def test_hooks_without_a_state_may_be_left_out_or_added_in_a_resumed_run(
     first = Idle(Measures(), Reads())
     first.train(0, 1)
     assert list(first.state_dict()["hooks"]) == ["Reads"]
-    again = Idle(Reads(), HookBase())
+    again = Idle(Reads(), Shrinks())
     again.load_state_dict(first.state_dict())
     assert again.done == 1
     assert caplog.messages == []
