@@ -25,6 +25,9 @@ _COLUMNS = ("iteration", "mean_loss")  # which JSONWriter adds to the metrics
 # A result of such a name gets another one, whether the training has the metric yet or not.
 _OF_THE_TRAINING = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
 
+# Metrics of the training that are not smoothed.
+_NOT_SMOOTHED = ("lr", "eta_seconds", "skipped_updates")
+
 logger = logging.getLogger(__name__)
 
 # The storages that this thread or task has entered, the innermost last.
@@ -327,7 +330,7 @@ class EventStorage:
             results = {
                 name: metrics.pop(name)
                 for name, state in state_dict["metrics"].items()
-                if not state["smoothing_hint"] and not name.endswith("lr")
+                if not state["smoothing_hint"] and not name.endswith(_NOT_SMOOTHED)
             }
         self._histories = _loaded(metrics)
         self._results = _loaded(results)

@@ -332,6 +332,7 @@ def test_a_state_of_an_earlier_revision_has_the_counts_of_writers_and_both_kinds
     with EventStorage() as storage:
         storage.put_scalar("loss", 1.0)
         storage.put_scalar("acc", 5.0, smoothing_hint=False)
+        storage.put_scalar("eta_seconds", 9.0, smoothing_hint=False)
         JSONWriter(path).write()
         state = storage.state_dict()
     for history in state["metrics"].values():
