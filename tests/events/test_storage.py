@@ -338,7 +338,8 @@ def test_a_state_of_an_earlier_revision_has_the_counts_of_writers_and_both_kinds
     for history in state["metrics"].values():
         del history["written"]
     del state["results"]
-    state["written_counts"] = {"metrics.json": {"loss": 1, "acc": 1}}
+    counts = {"loss": 1, "acc": 1, "eta_seconds": 1}
+    state["written_counts"] = {"metrics.json": counts}
     with EventStorage() as loaded:
         loaded.load_state_dict(state)
         loaded.iter = 1
