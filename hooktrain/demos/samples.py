@@ -75,9 +75,8 @@ class SampleWriter(PeriodicSampler):
     checkpoint of the same weights has, and into the storage, whose writers show it in TensorBoard.
     If the trainer has an averaged model (``trainer.ema``), that one draws.
 
-    Register it before :class:`hooktrain.engine.hooks.PeriodicWriter` and on every rank: each one
-    draws, since parts of a model may communicate; the main rank writes. For a model that is not
-    called with an input, override :meth:`draw`.
+    Register it on every rank: each one draws, since parts of a model may communicate; the main rank
+    writes. For a model that is not called with an input, override :meth:`draw`.
 
     A full disk is logged and does not end the run.
 
