@@ -26,7 +26,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_all_ranks_patiently, on_main_process
-from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk
+from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk, sweep
 from hooktrain.utils.names import as_list, did_you_mean, states_of
 from hooktrain.utils.tensors import full_tensors
 
@@ -277,11 +277,15 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait as :meth:`wait` does, at the end of a run, and until all of it is in the store.
 
+        What processes that were still ending when the run began have left is removed.
+
         Raises:
             StoreTakenError: if another process goes on with the run in the store.
             Exception: the error of the save in the background, or of the store.
         """
         self.wait()
+        if self.save_to_disk and self.save_dir and comm.is_main_process():
+            sweep(self.save_dir)
         if self._store:
             self._store.finish(self.run_files)
 

@@ -1,4 +1,7 @@
 import math
+import socket
+import subprocess
+import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -241,3 +244,20 @@ def test_a_hook_with_state_is_saved_with_its_iteration_wherever_it_is_registered
     trainer.train(max_iter=3)
     file = torch.load(tmp_path / "model_0000001.pth", weights_only=True)
     assert file["trainer"]["hooks"]["Counts"] == {"state": 2}
+
+
+def test_what_a_process_leaves_that_ends_during_the_run_is_removed(
+    tmp_path: Path,
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    left = tmp_path / f".config.json.tmp-hooktrain-{process.pid}-{socket.gethostname()}"
+    left.touch()
+
+    def end(trainer: Any) -> None:
+        if trainer.iter == 1:
+            assert left.exists()
+            process.communicate(b"\n")
+
+    run(tmp_path, 3, CallbackHook(before_step=end), period=5)
+    assert process.returncode == 0
+    assert names(tmp_path) == ["model_final.pth"]
