@@ -13,8 +13,8 @@ from typing import Any
 from loading import load_tool
 
 from hooktrain.engine import HookBase, build_trainer, launch
-from hooktrain.engine.hooks.bad_runs import Watchdog
 from hooktrain.engine.hooks.preemption import Preemption
+from hooktrain.engine.hooks.watchdog import Watchdog
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
 
@@ -56,8 +56,6 @@ class Disturb(HookBase):
 
 def build_disturbed(cfg: Any) -> Any:
     trainer = build_trainer(cfg)
-    folder = cfg.train.output_dir
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/collectives_"
     watchdog = Watchdog(1.5) if sys.argv[1] == "hang" else None
     disturb = Disturb(sys.argv[1], int(sys.argv[2]))
     trainer.register_hooks([watchdog, disturb], before=HookBase)

@@ -117,11 +117,11 @@ def test_the_error_of_a_rank_is_the_last_thing_printed(folder: Path) -> None:
     )
 
 
-def test_a_rank_that_hangs_says_where(folder: Path) -> None:
+def test_a_rank_that_hangs_and_one_that_waits_for_it_say_where(folder: Path) -> None:
     code, printed = run(TWO_RANKS, "hang", 1, folder)
     assert code != 0
-    assert f"Its collectives: {folder}/collectives_1" in printed
-    assert "rank 1 has made no progress for 1.5 s, as do [1], not here: [0]" in printed
+    for rank in range(2):
+        assert f"rank {rank} has made no progress for 1.5 s. Its threads" in printed
     assert re.search(r'disturbances.py", line \d+ in hang', printed)
     assert "exitcode  : 124" in printed
 

@@ -16,8 +16,8 @@ from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.batches import Batches
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.hooks.bad_runs import EXIT_HUNG, Watchdog
 from hooktrain.engine.hooks.preemption import Preemption
+from hooktrain.engine.hooks.watchdog import EXIT_HUNG, Watchdog
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.utils.workers import start_workers
 from processes import LIMIT_SECONDS, alive, end, start, wait_until

@@ -1,30 +1,21 @@
-"""Skips updates that would ruin the model, and ends processes that hang."""
+"""Skips updates that would ruin the model."""
 
-import faulthandler
 import logging
 import math
-import os
-import tempfile
-import threading
-import time
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
-from hooktrain.utils import comm, timer
+from hooktrain.utils import comm
 from hooktrain.utils.names import check_count
 from hooktrain.utils.tensors import compute_device, is_sharded, non_finite
 
 logger = logging.getLogger(__name__)
-
 
 _WINDOW = 100  # a spike is measured against the median of so many losses
 _FEWEST = 20  # with fewer losses there are no spikes
@@ -144,138 +135,3 @@ class SkipNonFinite(HookBase):
                 f"{self.trainer.iter}; max_skips is {self._max_skips}\n"
                 f"{WHERE_IT_BEGINS}"
             )
-
-
-EXIT_HUNG = 124  # the exit code of timeout(1)
-
-_RECORDS = os.path.join(tempfile.gettempdir(), "comm_lib_trace_rank_")
-
-
-class Watchdog(HookBase):
-    """Ends a process that makes no progress, and prints the stacks of all its threads.
-
-    So torchrun restarts the run, or ends it. The other ranks wait for a rank that hangs, so each of
-    them ends. Ranks that hang at the same line form a group, whose first rank prints its stacks
-    and lists the ranks inside and outside of the group. The culprit hangs outside a collective, or
-    is in no group.
-
-    ``timeout_s`` must exceed the longest iteration and the longest save. Each batch of
-    :func:`hooktrain.evaluation.inference_on_dataset` counts as progress. Call
-    :func:`hooktrain.utils.timer.beat` inside of anything else that takes long.
-
-    :func:`write_flight_record` writes the last collectives of this rank to a file, which the
-    message names.
-
-    A thread checks for progress four times in ``timeout_s``, and at least every ten seconds. It
-    counts its checks, so a process that was suspended does not seem to hang. It cannot check while
-    C code holds the interpreter's lock; the timeout of the process group covers that case.
-
-    Args:
-        timeout_s: in seconds, above 0. After so long without progress the process ends with the
-            exit code 124 (:data:`EXIT_HUNG`).
-        first_s: the limit until the end of the first iteration, which may compile, if it is longer.
-
-    Raises:
-        ValueError: if ``timeout_s`` is not above 0.
-    """
-
-    phase = "end"
-
-    def __init__(self, timeout_s: float, first_s: float = 0) -> None:
-        if timeout_s <= 0:
-            raise ValueError(
-                f"timeout_s must be above 0 seconds, but got {timeout_s!r}"
-            )
-        self.timeout_s = timeout_s
-        self._limit_s = max(first_s, timeout_s)
-
-    def before_train(self) -> None:
-        """Start the thread that watches."""
-        timer.beat()
-        self._end = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="watchdog", daemon=True
-        )
-        self._thread.start()
-
-    def after_step(self) -> None:
-        """Record the progress; from now on the limit is that of later iterations."""
-        timer.beat()
-        self._limit_s = self.timeout_s
-
-    def after_train(self) -> None:
-        """End the thread."""
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        pause = min(10.0, self.timeout_s / 4)
-        looks = 0
-        while looks * pause < self._limit_s:
-            seen = timer.last_beat
-            if self._end.wait(pause):
-                return
-            looks = looks + 1 if timer.last_beat == seen else 0
-        # The thread that hangs may hold a lock that the report needs. Then this ends the process.
-        faulthandler.dump_traceback_later(100, exit=True, file=2)
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            stacks = file.read()
-        report_hang(f"has made no progress for {self._limit_s:g} s", stacks, pause)
-        self._end.wait(pause)  # the first rank of another group may have to report
-        os._exit(EXIT_HUNG)  # Python's own exit would wait for the thread that hangs
-
-
-def report_hang(symptom: str, stacks: str, seconds: float) -> None:
-    """Print where this rank hangs, unless another rank that hangs there has printed it.
-
-    Ranks exchange their places over the store of the process group, which needs no collective.
-
-    Args:
-        symptom: the end of "rank 3 ...", such as "has made no progress".
-        stacks: the stacks of its threads, by ``faulthandler``; the last one is the main thread.
-        seconds: how long to wait for other ranks that hang.
-    """
-    rank = comm.get_rank()
-    size = comm.get_world_size()
-    store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    record = "none"
-    if size > 1:
-        store = dist.distributed_c10d._get_default_store()
-        record = write_flight_record()
-    _, _, place = stacks.rpartition("first):")
-    store.append(place, f"{rank} ")
-    time.sleep(seconds)
-    here = list(map(int, store.get(place).split()))  # in the order of their reports
-    others = sorted(set(range(size)).difference(here))
-    text = (
-        f"Watchdog: rank {rank} {symptom}, as do {here[:50]}, not here: {others[:50]}"
-    )
-    if here[0] == rank:
-        # One call, since other ranks may write to the same file at the same time.
-        text += f". Its collectives: {record}"
-        os.write(2, f"{text}. Its threads:\n{stacks}".encode())
-    logger.debug(text)  # for the log files
-
-
-def write_flight_record() -> str:
-    """Write this rank's last collectives to a file, from torch's flight recorder.
-
-    ``torchfrtrace`` compares the files of all ranks, if they are NCCL's.
-
-    Returns:
-        The path, which is ``TORCH_FR_DUMP_TEMP_FILE`` and the rank, by default in the folder of
-        temporary files; or the reason why it could not be written.
-    """
-    recorders: Any = torch._C._distributed_c10d
-    dump = recorders._dump_fr_trace
-    if "nccl" in dist.get_backend_config():  # NCCL may be one of several backends
-        dump = recorders._dump_nccl_trace
-    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", _RECORDS)
-    file = Path(f"{prefix}{comm.get_rank()}")
-    try:
-        file.write_bytes(dump())
-    except OSError as error:  # the process must end in any case
-        return str(error)
-    return str(file)

@@ -1,37 +1,21 @@
 import copy
-import faulthandler
-import logging
 import math
-import os
-import pickle
-import re
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
-from hooktrain.engine.hooks import CallbackHook, Watchdog
-from hooktrain.engine.hooks.bad_runs import EXIT_HUNG, report_hang, write_flight_record
 from hooktrain.engine.losses import WHERE_IT_BEGINS
-from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import create_ddp_model
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor
-from processes import wait_until
-from releases import needs_records
-from toys import Idle, LinearLoss, Two, batches
+from toys import LinearLoss, Two, batches
 
 
 def data(poisoned: set[int], value: float = math.nan) -> list[Tensor]:
@@ -270,152 +254,3 @@ def test_an_impossible_ratio_or_step_for_it_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="run_step"):
         run(model, data(set()), wrappers, 20, 3.0)
-
-
-# The watchdog
-
-CALM_SECONDS = 30.0
-
-
-@pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The codes by which the watchdog would have ended the process."""
-    codes: list[int] = []
-    monkeypatch.setattr("hooktrain.engine.hooks.bad_runs.os._exit", codes.append)
-    no_time = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
-    monkeypatch.setattr("hooktrain.utils.timer.time", no_time)
-    yield codes
-    faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.mark.parametrize("seconds", [0, -1.0])
-def test_a_limit_that_cannot_be_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=f"got {seconds}"):
-        Watchdog(seconds)
-
-
-def test_a_hang_ends_the_process_with_the_stack_of_every_thread(
-    exits: list[int],
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def a_place_to_hang(trainer: Any) -> None:
-        if trainer.iter == 3:
-            wait_until(lambda: exits)
-
-    caplog.set_level(logging.DEBUG)
-    Idle(Watchdog(0.05), CallbackHook(after_backward=a_place_to_hang)).train(0, 5)
-    assert exits == [EXIT_HUNG] == [124]
-    printed = capfd.readouterr().err
-    assert printed.count("rank 0 has made no progress for 0.05 s") == 1
-    assert "rank 0 has made no progress for 0.05 s" in caplog.text
-    assert "in a_place_to_hang" in printed
-    assert "bad_runs.py" in printed  # the watchdog's own thread
-
-
-@pytest.mark.parametrize("fail_at", [-1, 1])
-def test_the_thread_ends_with_the_run(fail_at: int, exits: list[int]) -> None:
-    with pytest.raises(ValueError, match="broken") if fail_at > 0 else nullcontext():
-        Idle(Watchdog(CALM_SECONDS), fail_at=fail_at).train(0, 3)
-    assert exits == []
-    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
-
-
-class Looks:
-    """In place of the event that the thread waits for: lets it look so many times."""
-
-    def __init__(self, meanwhile: list[Callable[[], object]]) -> None:
-        self.meanwhile = iter(meanwhile)
-
-    def wait(self, _: float) -> bool:
-        step = next(self.meanwhile, None)
-        if step is not None:
-            step()
-        return step is None
-
-
-def watch(*meanwhile: Callable[[], object], first_s: float = 0) -> None:
-    watchdog = Watchdog(8.0, first_s)  # four looks
-    watchdog._end = Looks([*meanwhile])  # type: ignore[assignment]
-    watchdog._watch()
-
-
-def test_each_batch_of_an_evaluation_is_progress(exits: list[int]) -> None:
-    def nothing() -> None:
-        pass
-
-    def evaluate() -> None:
-        inference_on_dataset(abs, [1], None)
-
-    watch(*[nothing] * 3, evaluate, *[nothing] * 3)
-    assert exits == []
-    watch(*[nothing] * 4)
-    assert exits == [EXIT_HUNG]
-
-
-def test_the_first_iteration_may_take_longer(exits: list[int]) -> None:
-    def nothing() -> None:
-        pass
-
-    watch(*[nothing] * 5, first_s=12.0)
-    assert exits == []
-    watch(*[nothing] * 6, first_s=12.0)
-    assert exits == [EXIT_HUNG]
-    watchdog = Watchdog(8.0, first_s=12.0)
-    limits: list[float] = []
-    look = CallbackHook(before_step=lambda _: limits.append(watchdog._limit_s))
-    Idle(watchdog, look).train(0, 3)
-    assert limits == [12.0, 8.0, 8.0]
-
-
-def test_a_process_that_was_suspended_does_not_seem_to_hang(
-    exits: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def years_pass() -> None:
-        monkeypatch.setattr(time, "monotonic", lambda: 1e9)
-
-    watch(years_pass)
-    assert exits == []
-
-
-def print_where_it_hangs(folder: Path) -> None:
-    rank = comm.get_rank()
-    with open(folder / str(rank), "w") as printed:
-        os.dup2(printed.fileno(), 2)
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "collectives_")
-    dist.all_reduce(torch.zeros(3, 5))
-    if rank < 4:
-        place = "waits" if rank != 1 else "hangs"
-        report_hang("stands", f"Thread (most recent call first):\n in {place}", 2.0)
-    comm.synchronize()
-
-
-@needs_records
-def test_ranks_that_hang_at_one_place_print_it_once_with_who_is_there(
-    tmp_path: Path,
-) -> None:
-    run_ranks(print_where_it_hangs, 5, tmp_path)
-    printed = "".join(path.read_text() for path in tmp_path.glob("?"))
-    assert printed.count("rank 1 stands") == 1
-    assert printed.count(" in waits") == printed.count(" in hangs") == 1
-    assert "rank 1 stands, as do [1], not here: [0, 2, 3, 4]" in printed
-    assert re.search(r"as do \[[023], [023], [023]\], not here: \[1, 4\]", printed)
-    assert f"Its collectives: {tmp_path}/collectives_1. Its threads" in printed
-    for rank in range(4):
-        record = pickle.loads((tmp_path / f"collectives_{rank}").read_bytes())
-        (entry,) = record["entries"]
-        assert entry["profiling_name"] == "gloo:all_reduce"
-        assert entry["input_sizes"] == [[3, 5]]
-
-
-def test_the_flight_record_is_that_of_nccl_also_beside_gloo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
-    recorders: Any = torch._C._distributed_c10d
-    monkeypatch.setattr(recorders, "_dump_nccl_trace", lambda: b"nccl", raising=False)
-    monkeypatch.setattr(recorders, "_dump_fr_trace", lambda: b"gloo", raising=False)
-    for config in ("cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo"):
-        monkeypatch.setattr(dist, "get_backend_config", lambda config=config: config)
-        record = Path(write_flight_record()).read_bytes()
-        assert record == (b"nccl" if "nccl" in config else b"gloo")
