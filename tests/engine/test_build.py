@@ -19,7 +19,7 @@ from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.demos import DigitsDataset
 from hooktrain.engine import SimpleTrainer, build_trainer, train_settings
 from hooktrain.engine.build import prepare_model
-from hooktrain.engine.hooks import Hours, IterationTimer
+from hooktrain.engine.hooks import IterationTimer, Watchdog
 from hooktrain.strategy import DDPStrategy
 from hooktrain.utils.logger import close_logger
 from hooktrain.utils.tensors import full_tensor
@@ -92,10 +92,10 @@ def test_hooks_of_a_configuration_have_the_places_of_their_phases(
     cfg = LazyConfig.load(str(CONFIGS / "digits_cnn.py"))
     options = [*TINY["digits_cnn"], f"train.output_dir={tmp_path}", "train.device=cpu"]
     cfg = LazyConfig.apply_overrides(cfg, options)
-    cfg.hooks = [LazyCall(Hours)(samples_per_second=64), LazyCall(IterationTimer)(5)]
+    cfg.hooks = [LazyCall(Watchdog)(600), LazyCall(IterationTimer)(5)]
     kinds = [type(hook) for hook in build(cfg).hooks]
     assert kinds[:2] == [IterationTimer, IterationTimer]
-    assert kinds.index(Hours) == len(kinds) - 1
+    assert kinds.index(Watchdog) == len(kinds) - 1
 
 
 def train_each(runs: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Any]]:

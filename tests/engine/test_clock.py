@@ -12,6 +12,7 @@ from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
     EvalHook,
+    IterationTimer,
     PeriodicCheckpointer,
     Preemption,
 )
@@ -143,3 +144,53 @@ def test_a_period_that_ends_between_a_save_and_an_exchange_is_due_after_a_kill(
 ) -> None:
     # The exchange of the save has told the ranks of 750 seconds, but no hook.
     assert run_ranks(due_after_resume, 2, str(tmp_path)) == [[4]] * 2
+
+
+class SlowDevice(HookBase):
+    """A device of 20 milliseconds a step, which the host waits for as it reads the losses."""
+
+    def __init__(self) -> None:
+        self.now = self.ready = 0.0
+
+    def before_train(self) -> None:
+        self.trainer.clock.read = lambda: self.now
+        exchange = self.trainer.synchronize
+
+        def wait_and_exchange() -> None:
+            self.now = max(self.now, self.ready)
+            exchange()
+
+        self.trainer.synchronize = wait_and_exchange
+
+    def after_backward(self) -> None:
+        self.ready = max(self.now, self.ready) + 0.02
+        self.now += 1e-5
+
+
+def test_the_wait_for_the_device_is_part_of_the_steps() -> None:
+    due = []
+
+    def look(trainer: Any) -> None:
+        if Period("1 second").is_due(trainer):
+            due.append(trainer.done)
+
+    hooks = SlowDevice(), IterationTimer(), CallbackHook(after_step=look)
+    trainer = linear_trainer(*hooks, gather_metric_period=10)
+    trainer.train(0, 200)
+    times = trainer.storage.history("time")
+    assert round(times.avg(10), 4) == 0.02
+    assert due == [50, 100, 150, 200]
+    assert round(trainer.clock.own, 2) == 4.0
+
+
+def test_the_clock_goes_on_in_a_resumed_run() -> None:
+    def make() -> Any:
+        return linear_trainer(SlowSteps(1), EvalHook(2, lambda: {"accuracy": 1.0}))
+
+    first, second = make(), make()
+    first.train(0, 4)
+    second.load_state_dict(first.state_dict())
+    assert second.clock.own == 4.0
+    second.train(max_iter=6)
+    assert second.clock.own == 6.0
+    assert second.clock.pauses == {"evaluation": 0.0}

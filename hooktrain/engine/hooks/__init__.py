@@ -11,7 +11,6 @@ from hooktrain.engine.hooks.evaluation import (
     EarlyStopping as EarlyStopping,
     EvalHook as EvalHook,
 )
-from hooktrain.engine.hooks.hours import Hours as Hours
 from hooktrain.engine.hooks.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain.engine.hooks.preemption import Preemption as Preemption
 from hooktrain.engine.hooks.profiling import TorchProfiler as TorchProfiler

@@ -1,8 +1,6 @@
 """Profiles chosen iterations."""
 
 from collections.abc import Callable, Iterable
-from operator import methodcaller
-from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
@@ -14,10 +12,10 @@ from hooktrain.utils import comm
 class TorchProfiler(HookBase):
     """Runs :class:`torch.profiler.profile` in the iterations that a predicate chooses.
 
-    Each profiled iteration writes one trace into the output folder: for TensorBoard
-    ``log/profiler-tensorboard-iter{i}``, or for ``chrome://tracing``
-    ``profiler-trace-iter{i}.json``, whose name has the rank if there are several. To profile
-    iterations 10 to 19: ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
+    Each rank writes a trace of each of them, for TensorBoard to
+    ``log/profiler-tensorboard-iter{i}/worker{rank}.*.json`` in the output folder, or for
+    ``chrome://tracing`` to ``profiler-trace-iter{i}.rank{rank}.*.json``. To profile iterations 10
+    to 19: ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
 
     Args:
         enable_predicate: called with the trainer before each step; returns whether to profile it.
@@ -35,7 +33,7 @@ class TorchProfiler(HookBase):
         save_tensorboard: bool = True,
     ) -> None:
         self._enable_predicate = enable_predicate
-        self._output_dir = Path(output_dir)
+        self._output_dir = output_dir
         self._activities = activities
         self._save_tensorboard = save_tensorboard
         self._profiler: profile | None = None
@@ -44,23 +42,18 @@ class TorchProfiler(HookBase):
         """Start the profiler if this iteration is chosen."""
         if not self._enable_predicate(self.trainer):
             return
-        iteration = self.trainer.iter
-        rank = comm.get_rank()
+        iteration, rank = self.trainer.iter, comm.get_rank()
+        folder, name = self._output_dir, f"profiler-trace-iter{iteration}.rank{rank}"
         if self._save_tensorboard:
-            folder = self._output_dir / "log" / f"profiler-tensorboard-iter{iteration}"
-            write = tensorboard_trace_handler(str(folder), worker_name=f"worker{rank}")
-        else:
-            self._output_dir.mkdir(parents=True, exist_ok=True)
-            suffix = f".rank{rank}" if comm.get_world_size() > 1 else ""
-            path = self._output_dir / f"profiler-trace-iter{iteration}{suffix}.json"
-            write = methodcaller("export_chrome_trace", str(path))
+            folder += f"/log/profiler-tensorboard-iter{iteration}"
+            name = f"worker{rank}"
         self._profiler = profile(
             activities=self._activities,
             record_shapes=True,
             profile_memory=True,
             with_stack=True,
             with_flops=True,
-            on_trace_ready=write,
+            on_trace_ready=tensorboard_trace_handler(folder, name),
             acc_events=True,  # without this some releases of torch warn
         )
         self._profiler.start()

@@ -17,9 +17,11 @@ _NOT_WRITTEN = "%s: NOT WRITTEN %s: %r. It is tried again, also by a resumed run
 
 
 class IterationTimer(HookBase):
-    """Records the seconds of each iteration as ``time``, and logs the speed at the end.
+    """Records the seconds of each iteration as ``time``, and logs at the end where the time went.
 
-    On a terminal it draws a progress bar.
+    The log has the speed of this run, and the trainer's clock: the seconds in steps, evaluations
+    and saves, also those before the run was killed and resumed. On a terminal it draws a progress
+    bar.
 
     Args:
         warmup_iter: so many slower iterations at the start are not recorded. A resumed run
@@ -33,46 +35,42 @@ class IterationTimer(HookBase):
 
     def before_train(self) -> None:
         """Read the clock."""
-        self._clock = self.trainer.clock
-        self._storage = self.trainer.storage
         start = self.trainer.start_iter
         self._timed_from = start + self._warmup_iter
-        self._last = self._warm = self._clock.own
-        self._run_start = self._timed_start = self._clock.read()
+        self._last = self._warm = self.trainer.clock.own
         self._is_watched = show_progress("Training", start, self.trainer.max_iter)
 
     def after_step(self) -> None:
         """Record the time of the step, and move the bar."""
-        own, done = self._clock.own, self.trainer.done
+        own, done = self.trainer.clock.own, self.trainer.done
         if done > self._warmup_iter:
-            self._storage.put_scalar("time", own - self._last)
+            self.trainer.storage.put_scalar("time", own - self._last)
         self._last = own
         if done <= self._timed_from:
             self._warm = own
-            self._timed_start = self._clock.read()
         elif self._is_watched:
-            # The mean has the hooks in it.
-            seconds = self._clock.read() - self._timed_start
-            mean = seconds / (done - self._timed_from)
+            mean = (own - self._warm) / (done - self._timed_from)
             end = self.trainer.max_iter
             show_progress("Training", done, end, mean * (end - done))
 
     def after_train(self) -> None:
-        """Log the speed."""
-        now = self._clock.read()
-        steps = self._last - self._warm
+        """Log the speed, and the parts of the time."""
         timed = self.trainer.done - self._timed_from
         if timed > 0:
+            seconds = self._last - self._warm
             logger.info(
                 "Overall training speed: %d iterations in %s (%.4f s / it)",
                 timed,
-                pretty_seconds(steps),
-                steps / timed,
+                pretty_seconds(seconds),
+                seconds / timed,
             )
+        clock = self.trainer.clock
+        parts = {"steps": clock.own, **clock.pauses}
+        texts = [f"{name} {pretty_seconds(each)}" for name, each in parts.items()]
         logger.info(
-            "Total training time: %s (%s on hooks)",
-            pretty_seconds(now - self._run_start),
-            pretty_seconds(now - self._timed_start - steps),
+            "Total training time: %s (%s)",
+            pretty_seconds(sum(parts.values())),
+            ", ".join(texts),
         )
 
 

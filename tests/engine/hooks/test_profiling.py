@@ -12,8 +12,8 @@ from toys import linear_trainer
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"save_tensorboard": False}, "profiler-trace-iter{}.json"),
-        ({}, "log/profiler-tensorboard-iter{}/worker0.*"),
+        ({"save_tensorboard": False}, "profiler-trace-iter{}.rank0.*.json"),
+        ({}, "log/profiler-tensorboard-iter{}/worker0.*.json"),
     ],
 )
 def test_each_chosen_iteration_gives_a_trace(

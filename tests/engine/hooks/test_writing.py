@@ -61,7 +61,7 @@ def test_times_of_the_steps_are_recorded_after_the_warm_up(
     assert trainer.storage.history("time").values() == [(2.0, i) for i in range(3, 8)]
     speed = "Overall training speed: 5 iterations in 0:00:10 (2.0000 s / it)"
     assert speed in caplog.text
-    assert "Total training time: 0:00:20 (0:00:03 on hooks)" in caplog.text
+    assert "Total training time: 0:00:16 (steps 0:00:16)" in caplog.text
 
 
 def test_a_resumed_run_records_every_time(
@@ -73,6 +73,45 @@ def test_a_resumed_run_records_every_time(
         trainer.train(10, 15)
     assert trainer.storage.history("time").values() == [(2.0, i) for i in range(10, 15)]
     assert "Overall training speed: 2 iterations in 0:00:04" in caplog.text
+
+
+def test_the_time_of_a_run_that_was_killed_and_resumed_is_told_by_its_parts(
+    clock: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step takes 4 seconds, an evaluation 7, a save 3."""
+
+    class SlowCheckpointer(Checkpointer):
+        def save(self, *args: Any, **options: Any) -> None:
+            super().save(*args, **options)
+            clock.now += 3
+
+    def make(*hooks: CallbackHook) -> tuple[SimpleTrainer, Checkpointer]:
+        def evaluate() -> dict[str, float]:
+            clock.now += 7
+            return {"accuracy": 0.5}
+
+        trainer = linear_trainer(CallbackHook(after_backward=take(clock, 4)), *hooks)
+        saver = SlowCheckpointer(trainer.model, str(tmp_path), trainer=trainer)
+        trainer.register_hooks(
+            [
+                IterationTimer(),
+                EvalHook(4, evaluate),
+                BestCheckpointer(saver, "accuracy", "max"),
+                PeriodicCheckpointer(saver, 4),
+            ]
+        )
+        return trainer, saver
+
+    kill = CallbackHook(before_step=lambda t: 1 // (t.iter != 6))
+    with pytest.raises(ZeroDivisionError):
+        make(kill)[0].train(0, 12)
+    trainer, saver = make()
+    saver.resume_or_load("")
+    with caplog.at_level(logging.INFO):
+        trainer.train(max_iter=12)
+    # Of the saves those of the best and at 8 and 12: no checkpoint has its own.
+    parts = "steps 0:00:48, evaluation 0:00:21, save 0:00:09"
+    assert f"Total training time: 0:01:18 ({parts})" in caplog.text
 
 
 @pytest.mark.parametrize("watched", [True, False])
