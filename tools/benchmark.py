@@ -412,6 +412,13 @@ def report(
     print(tabulate(rows, tablefmt="pipe", floatfmt=".1f", headers=[what, ""]))
 
 
+def report_of_two(kind: str, pairs: int, iterations: int) -> None:
+    """Print what the main process of two has measured."""
+    found = train_in_turns(kind, pairs, iterations)
+    if comm.is_main_process():
+        report(f"{kind}, two processes", found, iterations)
+
+
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -458,8 +465,7 @@ def main() -> None:
             pairs = read_in_turns(numbers, args.pairs, iterations)
             report(f"batch of 32 of {what}", pairs, iterations, names)
         return
-    pairs = launch(train_in_turns, 2, args=arguments, backend="gloo")[0]
-    report(f"{args.what}, two processes", pairs, iterations)
+    launch(report_of_two, 2, args=arguments, backend="gloo")
 
 
 if __name__ == "__main__":

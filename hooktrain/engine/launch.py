@@ -3,17 +3,14 @@
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +74,14 @@ def launch(
         backend: the backend of the process group; None is nccl with CUDA, else gloo.
 
     Returns:
-        The result of ``main_func``. If processes were started, the list of the results on
-        this machine, by local rank, which must be picklable.
+        The result of ``main_func``; None if processes were started for it.
 
     Raises:
         ValueError: if the arguments contradict each other.
         RuntimeError: if a started process failed, with its rank and traceback; under a
             launcher, if another rank failed before this one.
-        SystemExit: if a started process called ``sys.exit()``, when all have ended.
+        SystemExit: if a started process called ``sys.exit()`` with another code than 0, which ends
+            the others too: they should have saved by then.
     """
     if not 0 <= machine_rank < num_machines:
         raise ValueError(
@@ -103,54 +100,48 @@ def launch(
     first = machine_rank * num_gpus_per_machine
     ranks = range(first, first + num_gpus_per_machine)
     work = (partial(_interruptible, main_func), args, "pytorch", backend, timeout)
-    return _run_processes(ranks, variables, work)
+    _run_processes(ranks, variables, work)
+    return None
 
 
 def _run_processes(
     ranks: range, variables: dict[str, str], work: tuple[Any, ...]
-) -> list[Any]:
-    """Start a process for each rank, wait until all have ended, and return their results."""
-    failure = ""
-    with (
-        tempfile.TemporaryDirectory(prefix="hooktrain-") as folder,
-        _passing_on_signals() as (started, signals),
-    ):
+) -> None:
+    """Start a process for each rank, and wait until all have ended."""
+    failure, code = "", 0
+    with _passing_on_signals() as signals:
         context: ProcessContext = start_processes(
-            _child, (ranks, variables, folder, work), len(ranks), join=False
+            _child, (ranks, variables, work), len(ranks), join=False
         )
-        started += context.processes
         for early in signals[:]:  # these came before all processes had started
-            _signal_all(started, early)
+            _signal_all(early)
         try:
             while not context.join(grace_period=_GRACE_SECONDS):
                 pass
-            files = [Path(folder, str(rank)) for rank in ranks]
-            outcomes = [pickle.loads(file.read_bytes()) for file in files]
         except ProcessException as error:
             failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
+            code = getattr(error, "exit_code", 0)  # below 0 for a signal
     for left in context.error_files:  # torch does not remove them
         Path(left).unlink(missing_ok=True)
-    if failure and signals:
-        # The process died of this signal, so let it end the parent too.
+    if code > 0:
+        logger.info(failure)
+        raise SystemExit(code)
+    if signals and (failure or signal.SIGINT in signals):
+        # It has ended the processes, so let it end the parent too.
         logger.error(failure)
         signal.raise_signal(signals[0])
     if failure:
         raise RuntimeError(failure)
-    for outcome in outcomes:
-        if isinstance(outcome, SystemExit | KeyboardInterrupt):
-            raise outcome
-    return outcomes
 
 
 @contextmanager
-def _passing_on_signals() -> Iterator[tuple[list[SpawnProcess], list[int]]]:
-    """Pass signals on to the processes of a list; yield it and the list of signals received."""
-    started: list[SpawnProcess] = []
+def _passing_on_signals() -> Iterator[list[int]]:
+    """Pass signals on to the started processes; yield the list of those that came."""
     signals: list[int] = []
 
     def pass_on(signum: int, _frame: object) -> None:
         signals.append(signum)
-        _signal_all(started, signum)
+        _signal_all(signum)
 
     before = {}
     if (
@@ -158,22 +149,19 @@ def _passing_on_signals() -> Iterator[tuple[list[SpawnProcess], list[int]]]:
     ):  # the only one with handlers
         before = {number: signal.signal(number, pass_on) for number in ENDING}
     try:
-        yield started, signals
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _signal_all(processes: list[SpawnProcess], signum: int) -> None:
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signum)  # type: ignore[arg-type]
+def _signal_all(signum: int) -> None:
+    for process in multiprocessing.active_children():
+        os.kill(process.pid, signum)  # type: ignore[arg-type]
 
 
-def _child(
-    index: int, ranks: range, variables: dict[str, str], folder: str, work: Any
-) -> None:
-    """Run a rank as under torchrun, in a started process, and write its result to a file."""
+def _child(index: int, ranks: range, variables: dict[str, str], work: Any) -> None:
+    """Run a rank as under torchrun, in a started process."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # A rank that waits for others to join cannot raise a KeyboardInterrupt.
     for number in ENDING:
@@ -186,11 +174,7 @@ def _child(
     if "OMP_NUM_THREADS" not in os.environ:
         # Processes that each used all cores would slow each other down.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(ranks)))
-    try:
-        outcome = _run_rank(*work)
-    except (SystemExit, KeyboardInterrupt) as error:
-        outcome = error
-    Path(folder, str(ranks[index])).write_bytes(pickle.dumps(outcome))
+    _run_rank(*work)
 
 
 def _interruptible(main_func: Callable[..., Any], *args: Any) -> Any:

@@ -40,8 +40,9 @@ def place() -> tuple[int, int, int, int]:
     )
 
 
-def place_and_more(value: int) -> tuple[Any, ...]:
-    return place(), value, os.getppid(), torch.get_num_threads()
+def write_place(folder: Path) -> None:
+    found = place(), os.getppid(), torch.get_num_threads()
+    Path(folder, str(comm.get_rank())).write_text(json.dumps(found))
 
 
 def test_a_single_process_is_a_plain_call_with_its_result() -> None:
@@ -82,13 +83,16 @@ def test_a_single_task_of_srun_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) 
     assert launch(dist.is_initialized) is False
 
 
-def test_processes_give_back_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_processes_are_the_ranks_and_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    results = launch(place_and_more, 2, args=(10,))
+    assert launch(write_place, 2, args=(tmp_path,)) is None
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert results == [
-        ((0, 2, 0, 2), 10, os.getpid(), threads),
-        ((1, 2, 1, 2), 10, os.getpid(), threads),
+    found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+    assert found == [
+        [[0, 2, 0, 2], os.getpid(), threads],
+        [[1, 2, 1, 2], os.getpid(), threads],
     ]
 
 
@@ -110,29 +114,28 @@ def die_in_rank_1_alone() -> None:
 
 
 def exit_in_order(folder: str) -> None:
-    """The other rank takes its time to save after this one has ended."""
+    """Rank 0 still has files to close when the other one has ended."""
     if comm.get_rank() == 0:
         time.sleep(0.5)
-        Path(folder, "saved").touch()
+        Path(folder, "closed").touch()
     sys.exit(75)
 
 
 @pytest.mark.usefixtures("forked")
-def test_machines_meet_at_the_address_they_are_given() -> None:
-    results: list[Any] = [None, None]
+def test_machines_meet_at_the_address_they_are_given(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{torchrun()['MASTER_PORT']}"
 
     def start_machine(i: int) -> None:
-        results[i] = launch(
-            place, 1, 2, i, url, timeout=timedelta(seconds=LIMIT_SECONDS)
-        )
+        limit = timedelta(seconds=LIMIT_SECONDS)
+        launch(write_place, 1, 2, i, url, (tmp_path,), limit)
 
     machines = [threading.Thread(target=start_machine, args=(i,)) for i in range(2)]
     for machine in machines:
         machine.start()
     for machine in machines:
         machine.join()
-    assert results == [[(0, 2, 0, 1)], [(1, 2, 0, 1)]]
+    found = [json.loads((tmp_path / str(i)).read_text())[0] for i in range(2)]
+    assert found == [[0, 2, 0, 1], [1, 2, 0, 1]]
 
 
 @pytest.mark.usefixtures("forked")
@@ -216,11 +219,37 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
 
 
 @pytest.mark.usefixtures("forked")
-def test_an_exit_in_order_waits_for_the_other_ranks(tmp_path: Path) -> None:
+def test_an_exit_code_comes_back_when_the_other_ranks_have_ended(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(SystemExit) as caught:
         launch(exit_in_order, 2, args=(str(tmp_path),))
     assert caught.value.code == 75
-    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "closed").exists()
+
+
+def wait_for_an_interrupt(folder: Path) -> None:
+    Path(folder, f"pid{comm.get_rank()}").write_text(str(os.getpid()))
+    time.sleep(10 * LIMIT_SECONDS)
+
+
+def launch_and_tell_of_ctrl_c(folder: Path) -> None:
+    LAUNCH.start_processes = partial(start_processes, start_method="fork")  # type: ignore[attr-defined]
+    try:
+        launch(wait_for_an_interrupt, 2, args=(folder,))
+    except KeyboardInterrupt:
+        sys.exit(7)
+
+
+def test_ctrl_c_in_the_ranks_is_a_keyboard_interrupt_of_the_parent(
+    tmp_path: Path,
+) -> None:
+    parent = start(launch_and_tell_of_ctrl_c, tmp_path)
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_until(lambda: all(f.exists() and f.read_text() for f in files))
+    os.kill(parent.pid, signal.SIGINT)
+    assert end(parent, 20) == 7
+    assert not any(alive(int(f.read_text())) for f in files)
 
 
 def run_until_a_signal(folder: Path, heeds: bool) -> None:

@@ -55,8 +55,8 @@ def texts() -> list[dict[str, torch.Tensor]]:
     return samples
 
 
-def train(kind: str, folder: str, max_iter: int) -> Any:
-    """Where it ran, what waited for the device in steps 5 to 7, the whole weights."""
+def train(kind: str, folder: str, max_iter: int) -> None:
+    """Save where it ran, what waited for the device in steps 5 to 7, the whole weights."""
     make, options = STRATEGIES[kind]
     strategy = make(seed=0, **options)
     model = strategy.prepare(make_model(0.1))
@@ -71,13 +71,15 @@ def train(kind: str, folder: str, max_iter: int) -> Any:
     saver.resume_or_load("")
     trainer.train(max_iter=max_iter)
     weights = full_tensors(dict(model.state_dict()))
-    return dist.get_backend(), strategy.device.type, trainer.waits[5:7], weights
+    if comm.is_main_process():
+        found = dist.get_backend(), strategy.device.type, trainer.waits[5:7], weights
+        torch.save(found, Path(folder, "found.pth"))
 
 
-def outcome(ranks: int, *args: Any) -> Any:
+def outcome(ranks: int, kind: str, folder: str, max_iter: int) -> Any:
     """That of the main rank."""
-    found = launch(train, ranks, args=args)
-    return found[0] if ranks > 1 else found
+    launch(train, ranks, args=(kind, folder, max_iter))
+    return torch.load(Path(folder, "found.pth"))
 
 
 @needs_card
