@@ -130,19 +130,18 @@ class StopOnce(HookBase):
 
 
 class Counter:
-    """Something with a state, which notes what it was asked to load."""
+    """Something with a state, which notes the names of what it was given to load."""
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
-        self.only: set[str] | None = None
+        self.loaded: set[str] = set()
 
     def state_dict(self) -> dict[str, int]:
         return {"value": self.value, "optimizer": 7}
 
-    def load_state_dict(
-        self, state: dict[str, int], only: set[str] | None = None
-    ) -> None:
-        self.value, self.only = state["value"], only
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state.get("value", self.value)
+        self.loaded = set(state)
 
 
 def model_of(value: float) -> nn.Linear:

@@ -59,8 +59,7 @@ class Checkpointer:
         store: an address such as ``s3://bucket/run``, where each checkpoint to resume from goes
             too; a resume takes it from there if it is newer. "" for none.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
-            ``check_state_dict``, with the arguments of ``load_state_dict``, may refuse a state
-            before anything is loaded.
+            ``check_state_dict`` may refuse a state before anything is loaded.
 
     Attributes:
         saved_iteration: of the last complete checkpoint to resume from that was saved, or None.
@@ -310,7 +309,7 @@ class Checkpointer:
             path: of a file or folder, or an address (:func:`hooktrain.checkpoint.local_path`). ""
                 and None load nothing.
             checkpointables: the names of those to load beside the model; None loads all.
-                ``"trainer.optimizer"`` is loaded by ``load_state_dict(state, only={"optimizer"})``.
+                for ``"trainer.optimizer"`` the state that the trainer gets has this entry only.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
@@ -404,11 +403,13 @@ class Checkpointer:
     def _restore(
         self, path: str, state: State, names: Names, same_shapes: bool = False
     ) -> State:
-        chosen, *_ = on_all_ranks(partial(self._choose_parts, path, state, names))
+        chosen: dict[str, State] = {}
+        # The states are not sent, only errors.
+        on_all_ranks(lambda: chosen.update(self._choose_parts(path, state, names)))
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         self._load_into_model(state, same_shapes)
-        for key, options in chosen.items():
-            self.checkpointables[key].load_state_dict(state[key], **options)
+        for key, part in chosen.items():
+            self.checkpointables[key].load_state_dict(part)
         return {key: state[key] for key in state if key not in {"model", *chosen}}
 
     def _choose_parts(self, path: str, state: State, names: Names) -> dict[str, State]:
@@ -420,7 +421,7 @@ class Checkpointer:
             names: those of :meth:`load`.
 
         Returns:
-            For each object to load, by name, the arguments of ``load_state_dict`` beside the state.
+            The states to load, by the names of the objects.
         """
         if names is None:
             names = self.checkpointables.keys() & state
@@ -429,7 +430,7 @@ class Checkpointer:
                 self.logger.warning(
                     "%s has no %s: they keep their state", path, missing
                 )
-        arguments: dict[str, State] = {}
+        chosen: dict[str, State] = {}
         # An object comes after its parts: if both are asked for, the whole object is loaded.
         for name in sorted(as_list(names, str, "checkpointables"), reverse=True):
             key, _, part = name.partition(".")
@@ -439,14 +440,14 @@ class Checkpointer:
             _refuse_unknown(key, state, path)
             if part:
                 _refuse_unknown(part, state[key], path)
-                arguments.setdefault(key, {"only": set()})["only"].add(part)
+                chosen.setdefault(key, {})[part] = state[key][part]
             else:
-                arguments[key] = {}
-        for key, options in arguments.items():
+                chosen[key] = state[key]
+        for key, part_of_state in chosen.items():
             item = self.checkpointables[key]
             if hasattr(item, "check_state_dict"):
-                item.check_state_dict(state[key], **options)
-        return arguments
+                item.check_state_dict(part_of_state)
+        return chosen
 
     def _load_into_model(self, state: State, same_shapes: bool) -> None:
         load_model_state(self.model, state["model"], same_shapes=same_shapes)

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -65,12 +65,7 @@ class TrainerBase:
         clock: where the time of the run goes; periods such as "10 minutes" end by it.
         meta: plain values that each checkpoint holds, such as the configuration.
         places_by_phase: whether :meth:`register_hooks` sorts hooks by their phases.
-        state_parts: the names of the parts of the state that can be loaded alone.
     """
-
-    state_parts: ClassVar[frozenset[str]] = frozenset(
-        {"iteration", "hooks", "storage", "seed"}
-    )
 
     iter: int = 0
     done: int = 0
@@ -409,17 +404,13 @@ class TrainerBase:
             "meta": meta,
         }
 
-    def check_state_dict(
-        self, state_dict: State, *, only: Collection[str] | None = None
-    ) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown part, for the state of a hook that is not registered, or if
-                a hook refuses its state.
+            ValueError: for the state of a hook that is not registered, or if a hook refuses its
+                state.
         """
-        if "hooks" not in self._chosen(only):
-            return
         hooks = named_hooks(self._hooks)
         states = state_dict.get("hooks", {})
         lost = [key for key in states if key not in hooks]
@@ -432,41 +423,28 @@ class TrainerBase:
         for key in states.keys() & hooks.keys():
             hooks[key].check_state_dict(states[key])
 
-    def _chosen(self, only: Collection[str] | None) -> frozenset[str]:
-        """The parts of the state to load."""
-        parts = self.state_parts if only is None else frozenset(only)
-        if not self.state_parts.issuperset(parts):
-            raise ValueError(f"only={only!r}: there is {sorted(self.state_parts)}")
-        return parts
-
-    def load_state_dict(
-        self, state_dict: State, *, only: Collection[str] | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what :meth:`state_dict` returned, so that ``train`` goes on after it.
 
         Args:
-            state_dict: the state. That of detectron2's trainers is accepted too. Missing parts
-                are left unchanged.
-            only: those of :attr:`state_parts` to load; None loads all of them. Without
-                ``"hooks"`` schedules begin anew.
+            state_dict: the state. That of detectron2's trainers is accepted too. What the missing
+                parts are about is left unchanged; without ``"hooks"`` schedules begin anew.
 
         Raises:
             ValueError: if :meth:`check_state_dict` refuses the state. Nothing is changed then.
         """
-        self.check_state_dict(state_dict, only=only)
-        parts = self._chosen(only)
-        if "hooks" in parts:
-            load_hook_states(self._hooks, state_dict.get("hooks", {}))
-        there = state_dict.keys() & parts
-        if "iteration" in there:
+        self.check_state_dict(state_dict)
+        if "hooks" in state_dict:
+            load_hook_states(self._hooks, state_dict["hooks"])
+        if "iteration" in state_dict:
             self.iter = int(state_dict["iteration"])
             self.done = self.iter + 1
             self._broke_off = False
             self.storage.iter = max(self.iter, 0)
             self.clock.load_state_dict(state_dict.get("meta", {}).get("seconds", {}))
-        if "storage" in there:
+        if "storage" in state_dict:
             self.storage.load_state_dict(state_dict["storage"])
-        if "seed" in there:
+        if "seed" in state_dict:
             self.seed = state_dict["seed"]
 
     # The list of hooks.

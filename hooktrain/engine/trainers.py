@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import length_hint
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,6 @@ class ModelTrainer(TrainerBase):
         ValueError: if the period is below 1.
     """
 
-    state_parts: ClassVar[frozenset[str]] = TrainerBase.state_parts | {
-        "optimizer",
-        "data",
-    }
     optim_wrapper: Any  # an OptimWrapper or OptimWrapperDict
     checkpointer: Any = None
     _adds_up = True  # whether the sum of the losses is recorded, as "total_loss"
@@ -246,43 +242,36 @@ class ModelTrainer(TrainerBase):
             "data": self._data_loader_iter.state_dict(),
         }
 
-    def check_state_dict(
-        self, state_dict: State, *, only: Collection[str] | None = None
-    ) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Refuse what :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for an unknown part, a hook that is not registered, another optimizer
-                or other data.
+            ValueError: for a hook that is not registered, another optimizer or other data.
         """
-        super().check_state_dict(state_dict, only=only)
-        parts = self._chosen(only)
+        super().check_state_dict(state_dict)
         state = _flat(state_dict)
-        if "optimizer" in parts:
-            if "optimizer" not in state:
-                raise ValueError(f"the state has no optimizer, only {sorted(state)}")
+        if "optimizer" in state:
             self.optim_wrapper.check_state_dict(state["optimizer"])
-        if "data" in parts:
-            self._data_loader_iter.check_state_dict(state.get("data", {}))
+        if "data" in state:
+            self._data_loader_iter.check_state_dict(state["data"])
 
-    def load_state_dict(
-        self, state_dict: State, *, only: Collection[str] | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what :meth:`state_dict` returned; see :meth:`TrainerBase.load_state_dict`."""
         # The base class comes first, since it checks all parts before it loads its own.
-        super().load_state_dict(state_dict, only=only)
-        parts = self._chosen(only)
+        super().load_state_dict(state_dict)
         state = _flat(state_dict)
-        if "data" in parts and "data" in state:
+        if "data" in state:
             self._data_loader_iter.load_state_dict(state["data"])
-        if "optimizer" in parts:
+        if "optimizer" in state:
             optimizer = dict(state["optimizer"])
             # detectron2's AMPTrainer keeps the scaler beside the optimizer's state.
             if "grad_scaler" in state:
                 optimizer.setdefault("grad_scaler", state["grad_scaler"])
-            if "hooks" not in parts:
+            if "hooks" not in state:
                 optimizer = without_schedules(optimizer)
             self.optim_wrapper.load_state_dict(optimizer)
+        else:
+            logger.info("The state has no optimizer, so the optimizer keeps its own")
 
 
 def _flat(state_dict: State) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_save_comes_back_from_files_as_in_detectron2(tmp_path: Path) -> None:
     model, trainer = model_of(0), Counter()
     rest = Checkpointer(model, trainer=trainer).load(tmp_path / "a.pth")
     assert torch.equal(model.weight, saved.weight)
-    assert (trainer.value, trainer.only) == (5, None)
+    assert (trainer.value, trainer.loaded) == (5, {"value", "optimizer"})
     assert rest == {"iteration": 9, "note": [1, "x"]}
 
 
@@ -198,7 +198,7 @@ def test_a_run_from_the_beginning_is_warned_of_what_it_overwrites(
 class Strict(Counter):
     """Takes its own value only, and says so beforehand."""
 
-    def check_state_dict(self, state: dict[str, int], only: Any = None) -> None:
+    def check_state_dict(self, state: dict[str, int]) -> None:
         if state["value"] != self.value:
             raise ValueError(f"value must be {self.value!r}, got {state['value']!r}")
 
@@ -253,23 +253,23 @@ def test_a_resume_refuses_a_file_that_lacks_a_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "value", "only"),
+    ("names", "value", "loaded"),
     [
-        (None, 5, None),
-        ([], 0, None),
-        (["trainer"], 5, None),
-        (["trainer.optimizer"], 5, {"optimizer"}),
-        (["trainer.optimizer", "trainer"], 5, None),
+        (None, 5, {"value", "optimizer"}),
+        ([], 0, set()),
+        (["trainer"], 5, {"value", "optimizer"}),
+        (["trainer.optimizer"], 0, {"optimizer"}),
+        (["trainer.optimizer", "trainer"], 5, {"value", "optimizer"}),
     ],
 )
 def test_parts_are_chosen_by_name(
-    names: Any, value: int, only: Any, tmp_path: Path
+    names: Any, value: int, loaded: set[str], tmp_path: Path
 ) -> None:
     Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a")
     model, trainer = model_of(0), Counter()
     Checkpointer(model, trainer=trainer).load(tmp_path / "a.pth", names)
     assert torch.equal(model.weight, torch.full((1, 2), 3.0))
-    assert (trainer.value, trainer.only) == (value, only)
+    assert (trainer.value, trainer.loaded) == (value, loaded)
 
 
 @pytest.mark.parametrize(

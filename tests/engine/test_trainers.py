@@ -623,13 +623,18 @@ def test_a_step_trainer_refuses_what_only_the_other_one_calls(name: str) -> None
     assert issubclass(type("Mine", (StepTrainer,), own), StepTrainer)
 
 
-def test_a_state_without_optimizer_is_refused_unless_left_out() -> None:
+def test_a_state_without_an_optimizer_leaves_it_as_it_is_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "hooktrain")
     trainer = net_trainer()
-    state = {"iteration": 4}
-    with pytest.raises(ValueError, match="no optimizer"):
-        trainer.load_state_dict(state)
-    trainer.load_state_dict(state, only={"iteration"})
+    trainer.train(max_iter=2)
+    before = copy.deepcopy(trainer.optimizer.state_dict())
+    caplog.clear()
+    trainer.load_state_dict({"iteration": 4})
     assert trainer.iter == 4
+    assert str(trainer.optimizer.state_dict()) == str(before)
+    assert "no optimizer" in caplog.text
 
 
 @pytest.mark.parametrize(

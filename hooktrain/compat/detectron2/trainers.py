@@ -1,7 +1,7 @@
 """detectron2's trainers: one may have another inside of it, which makes its steps."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import cached_property, reduce
 from operator import add
@@ -52,7 +52,6 @@ class TrainerBase(engine.TrainerBase):
     """
 
     places_by_phase = False  # as in detectron2 the order of registration alone decides
-    state_parts: ClassVar[frozenset[str]] = ModelTrainer.state_parts
     _trainer: Any = None
     # The constructor sets these, and what it has set hides them.
     storage = cached_property(_left_out)
@@ -121,28 +120,25 @@ class TrainerBase(engine.TrainerBase):
             state = {**self._trainer.state_dict(), **state}
         return state
 
-    def check_state_dict(
-        self, state_dict: State, *, only: Collection[str] | None = None
-    ) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Refuse what :meth:`load_state_dict` could not load; change nothing."""
-        super().check_state_dict(state_dict, only=only)
+        super().check_state_dict(state_dict)
         if isinstance(self._trainer, ModelTrainer):
-            self._trainer.check_state_dict(_for_inner(state_dict), only=only)
+            self._trainer.check_state_dict(_for_inner(state_dict))
 
-    def load_state_dict(
-        self, state_dict: State, *, only: Collection[str] | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned; see the base class.
 
         A copy of detectron2's trainers inside knows no parts: it loads its whole state if
-        the optimizer is asked for.
+        the optimizer is there.
         """
-        super().load_state_dict(state_dict, only=only)
+        super().load_state_dict(state_dict)
         inner = self._trainer
-        if isinstance(inner, ModelTrainer) and only is not None:
-            inner.load_state_dict(_for_inner(state_dict), only=only)
-        elif inner is not None and "optimizer" in self._chosen(only):
-            inner.load_state_dict(_for_inner(state_dict))
+        state = _for_inner(state_dict)
+        if isinstance(inner, ModelTrainer) or (
+            inner is not None and "optimizer" in state
+        ):
+            inner.load_state_dict(state)
 
 
 class _OuterHooks(engine.HookBase):
@@ -164,7 +160,10 @@ def _for_inner(state_dict: State) -> dict[str, Any]:
 
     Files of detectron2 have the state of the inner trainer under ``"_trainer"``.
     """
-    return {**state_dict, "hooks": {}, **state_dict.get("_trainer", {})}
+    state = {**state_dict, **state_dict.get("_trainer", {})}
+    if "hooks" in state:
+        state["hooks"] = {}
+    return state
 
 
 class _AtOnce(Executor):

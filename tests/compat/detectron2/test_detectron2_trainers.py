@@ -153,7 +153,9 @@ def test_the_optimizer_of_a_trainer_inside_is_loaded_alone(
         inner = {"iteration": 2, "optimizer": state.pop("optimizer")}
         state["_trainer"] = inner
     second = Outer(made(kind))
-    second.load_state_dict(state, only={"optimizer"})
+    second.load_state_dict(
+        {name: state[name] for name in state.keys() & {"optimizer", "_trainer"}}
+    )
     buffers = []
     for trainer in (first, second):
         saved = trainer._trainer.optimizer.state_dict()
@@ -161,19 +163,9 @@ def test_the_optimizer_of_a_trainer_inside_is_loaded_alone(
     assert torch.equal(*buffers)
     assert second.done == 0
     untouched = Outer(made(kind))
-    untouched.load_state_dict(state, only={"iteration"})
+    untouched.load_state_dict({"iteration": state["iteration"]})
     assert untouched._trainer.optimizer.state_dict()["state"] == {}
     assert untouched.done == 3
-
-
-def test_a_state_without_an_optimizer_is_refused_before_anything_is_loaded() -> None:
-    first, second = Outer(made(SimpleTrainer)), Outer(made(SimpleTrainer))
-    first.train(0, 2)
-    state = first.state_dict()
-    del state["optimizer"]
-    with pytest.raises(ValueError, match="optimizer"):
-        second.load_state_dict(state)
-    assert second.done == 0
 
 
 def test_a_stop_completes_the_accumulation_of_a_trainer_inside() -> None:

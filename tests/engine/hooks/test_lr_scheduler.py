@@ -202,9 +202,9 @@ def test_the_state_of_other_schedulers_is_refused(
         second.train(max_iter=4)
 
 
-@pytest.mark.parametrize("parts", [None, {"iteration", "hooks"}, {"iteration"}])
+@pytest.mark.parametrize("left_out", [set(), {"optimizer"}, {"optimizer", "hooks"}])
 def test_a_multiplier_continues_where_it_was_even_without_the_optimizers_state(
-    parts: Any,
+    left_out: Any,
 ) -> None:
     def make(*hooks: CallbackHook) -> Any:
         schedule = CosineParamScheduler(1.0, 0.0)
@@ -215,7 +215,8 @@ def test_a_multiplier_continues_where_it_was_even_without_the_optimizers_state(
     whole, first, second = make(), make(stop), make()
     whole.train(0, 8)
     first.train(0, 8)
-    second.load_state_dict(first.state_dict(), only=parts)
+    state = first.state_dict()
+    second.load_state_dict({name: state[name] for name in state.keys() - left_out})
     second.train(max_iter=8)
     assert recorded(second)[-5:] == pytest.approx(recorded(whole)[3:], rel=1e-12)
 
@@ -231,7 +232,7 @@ def test_without_the_state_of_the_hooks_a_schedule_begins_anew(kind: Any) -> Non
 
     first, second = make(), make()
     first.train(0, 4)
-    second.load_state_dict(first.state_dict(), only={"optimizer"})
+    second.load_state_dict({"optimizer": first.state_dict()["optimizer"]})
     momenta = [
         trainer.optimizer.state[trainer.model.fc.bias]["momentum_buffer"]
         for trainer in (first, second)
