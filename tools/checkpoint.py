@@ -7,15 +7,19 @@
     python tools/checkpoint.py weights PATH FILE            # the model alone: tensors by name
     python tools/checkpoint.py average PATH FILE            # the averaged model of the hook EMA
                                                             # --hook NAME if there are several
+    python tools/checkpoint.py upgrade FOLDER               # of an earlier revision, in its place
 
-The last two also take the checkpoints of other libraries, and write a FILE.safetensors where that
-package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE of any other name.
-PATH may also be the address of a file, such as s3://bucket/model.pth. One process reads everything,
-without a process group, and verifies it first. A conversion holds the whole state in
-memory. The exit code is 1 if a checkpoint is broken or cannot be read.
+`weights` and `average` also take the checkpoints of other libraries, and write a FILE.safetensors
+where that package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE of any other
+name. `upgrade` replaces the folder when the new one is complete, as a save does. PATH may also be
+the address of a file, such as s3://bucket/model.pth. One process reads everything, without a
+process group, and verifies it first. A conversion holds the whole state in memory. The exit code
+is 1 if a checkpoint is broken or cannot be read.
 """
 
 import argparse
+import hashlib
+import io
 import os
 import reprlib
 import sys
@@ -28,16 +32,22 @@ from tabulate import tabulate
 from torch import Tensor
 
 from hooktrain.checkpoint.files import (
+    MANIFEST,
+    STATE,
     CorruptCheckpointError,
+    find_problem,
+    is_folder,
     load_file,
+    reading,
     save_file,
     verify_file,
 )
 from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
 from hooktrain.checkpoint.loading import read_checkpoint, take_prefix
 from hooktrain.checkpoint.sources import local_path
-from hooktrain.utils.file_io import on_disk
-from hooktrain.utils.tensors import map_leaves
+from hooktrain.utils.file_io import lock_folder, on_disk, unlock_folder
+from hooktrain.utils.names import dotted
+from hooktrain.utils.tensors import map_leaves, narrow
 
 
 def inspect(path: Path) -> None:
@@ -125,6 +135,78 @@ def is_average(state: Any) -> bool:
     return "steps" in names and any(str(name).startswith("module.") for name in names)
 
 
+def upgrade(folder: Path) -> None:
+    """Write a sharded folder of an earlier revision anew, in its place."""
+    if not is_folder(folder):
+        raise ValueError(f"{folder} is no sharded folder")
+    manifest = load_file(folder / MANIFEST)
+    if manifest.keys() != {"files"}:
+        print(f"{folder} is of this revision already")
+        return
+    lock_folder(folder.parent)  # no run may be using it
+    try:
+        with reading(folder):
+            verify_earlier(folder, manifest["files"])
+            state = read_earlier(folder, manifest["files"])
+        save_folder(state, folder)
+    finally:
+        unlock_folder(folder.parent)
+    print(f"{folder} is of this revision now")
+
+
+def verify_earlier(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Compare the sizes and the SHA-256 of all files with those in an earlier manifest."""
+    for name, (size, expected) in files.items():
+        path = folder / name
+        if path.name != name:
+            raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+            if (file.tell(), digest.hexdigest()) != (size, expected):
+                raise CorruptCheckpointError(f"{path} was altered")
+
+
+def read_earlier(folder: Path, files: Mapping[str, Any]) -> dict[str, Any]:
+    """Read an earlier folder. Its state.pth has the place of each part of a tensor in the files."""
+    content = load_file(folder / STATE)
+
+    def fill(keys: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        tensor = torch.empty_like(leaf, device="cpu")
+        filled = torch.zeros(leaf.shape, dtype=torch.bool)
+        for offsets, sizes, file, begin, length in content["parts"][dotted(keys)]:
+            if file not in files:
+                raise ValueError(f"the manifest has no file {file!r}")
+            part = narrow(filled, offsets, sizes)
+            if part.any():
+                raise ValueError(f"parts of {dotted(keys)} overlap")
+            part.fill_(True)
+            numbers = read_container(folder / file, begin, length)
+            narrow(tensor, offsets, sizes).copy_(numbers)
+        if not filled.all():
+            raise ValueError(f"parts of {dotted(keys)} are missing")
+        return tensor
+
+    state: dict[str, Any] = map_leaves(fill, content["state"])
+    return state
+
+
+def read_container(path: Path, begin: int, length: int) -> Tensor:
+    """The tensor that torch.save has written into a part of a file."""
+    with open(path, "rb") as file:
+        file.seek(begin)
+        container = io.BytesIO(file.read(length))
+    problem = find_problem(container)
+    if problem:
+        raise ValueError(problem)
+    container.seek(0)
+    numbers: Tensor = torch.load(container, weights_only=True)
+    return numbers
+
+
 def write_weights(state: Mapping[str, Any], file: Path) -> None:
     """Write tensors by name."""
     refuse_to_replace(file)
@@ -176,6 +258,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("to-sharded", to_sharded, ["file", "folder"]),
         ("weights", weights, ["path", "file"]),
         ("average", average, ["path", "file"]),
+        ("upgrade", upgrade, ["folder"]),
     ]:
         command = commands.add_parser(name, help=(function.__doc__ or "").strip())
         for path in paths:
@@ -197,13 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
             *(Path(on_disk(target)) for target in targets),
             **options,
         )
-    except (
-        CorruptCheckpointError,
-        ImportError,
-        OSError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

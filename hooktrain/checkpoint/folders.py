@@ -7,7 +7,6 @@ compared before anything is read, and for each tensor a table of where its numbe
 files. ``state.pth`` holds everything else. The folder gets its name when it is complete.
 """
 
-import hashlib
 import io
 import math
 import pickle
@@ -37,7 +36,6 @@ from hooktrain.checkpoint.files import (
     MANIFEST,
     STATE,
     CorruptCheckpointError,
-    find_problem,
     is_folder,
     load_file,
     load_verified,
@@ -63,8 +61,8 @@ from hooktrain.utils.tensors import (
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a tensor in a nested state."""
 
-Digest = tuple[int, int | str]
-"""The size and the CRC-32 of a file; in folders of earlier versions its sha256."""
+Digest = tuple[int, int]
+"""The size and the CRC-32 of a file."""
 
 # A copy from CUDA into pinned memory is faster. Pinning itself takes long, so small tensors are not
 # worth it.
@@ -163,21 +161,24 @@ def verify_folder(
 
     Raises:
         CorruptCheckpointError: naming the first file that is missing, truncated or altered, or
-            outside of the folder.
+            outside of the folder; for a folder of an earlier revision.
     """
     folder = Path(folder)
     with reading(folder):
         verify_file(folder / MANIFEST)
-        files = load_verified(folder / MANIFEST, mapped=True)["files"]
+        manifest = load_verified(folder / MANIFEST, mapped=True)
+        if manifest.keys() == {"files"}:
+            raise CorruptCheckpointError(
+                f"{folder} is of an earlier revision: `hooktrain checkpoint upgrade {folder}` "
+                "converts it"
+            )
+        files = manifest["files"]
         for name in sorted(files)[rank::world_size]:
             path = folder / name
             if path.name != name:
                 raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
             size, checksum = files[name]
-            if sizes_only:
-                found = (path.stat().st_size, checksum)
-            else:
-                found = _digest(path, sha256=isinstance(checksum, str))
+            found = (path.stat().st_size, checksum) if sizes_only else _digest(path)
             if found != (size, checksum):
                 raise CorruptCheckpointError(
                     f"{path} was altered: it has {found}, not {(size, checksum)}"
@@ -217,11 +218,10 @@ def read_folder(
 
     folder = Path(folder)
     with reading(folder):
-        content = load_file(folder / STATE, map_location)
-        state: dict[str, Any] = content["state"]
+        state: dict[str, Any] = load_file(folder / STATE, map_location)["state"]
         if torch.device(map_location).type != "meta":
             state = map_leaves(allocate, state)
-            _read_tensors(tensors, folder, content.get("parts"))
+            _read_tensors(tensors, folder)
     return state
 
 
@@ -417,14 +417,12 @@ def _index_of(
     return index, metadata
 
 
-def _read_tensors(tensors: dict[str, Tensor], folder: Path, old: Any) -> None:
+def _read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill tensors from the files of a folder.
 
     Args:
         tensors: by their dotted names; of a sharded one this rank's shard is filled.
         folder: with a manifest.
-        old: the places of all parts in a folder of an earlier version, whose manifest has no
-            tables; else None.
     """
     manifest = load_verified(folder / MANIFEST, mapped=True)
     files = list(manifest["files"])
@@ -438,38 +436,14 @@ def _read_tensors(tensors: dict[str, Tensor], folder: Path, old: Any) -> None:
         return torch.from_numpy(np.fromfile(path, np.uint8))
 
     for name, tensor in tensors.items():
-        tables = (
-            manifest["tensors"][name] if old is None else _old_tables(old[name], files)
-        )
         local = local_tensor(tensor)
-        parts = _overlap(name, tables, tensor)
+        parts = _overlap(name, manifest["tensors"][name], tensor)
         for place, sizes, extent, in_local, in_part in parts:
-            file, begin, length, position = place
-            if position >= 0:
-                end = position + math.prod(sizes) * tensor.itemsize
-                part = content(file)[position:end].view(tensor.dtype).view(sizes)
-            else:
-                part = _load_container(content(file)[begin : begin + length])
+            file, _, _, begin = place
+            end = begin + math.prod(sizes) * tensor.itemsize
+            part = content(file)[begin:end].view(tensor.dtype).view(sizes)
             # A host-device synchronisation, if the tensor is on an accelerator.
             narrow(local, in_local, extent).copy_(narrow(part, in_part, extent))
-
-
-def _load_container(content: Tensor) -> Tensor:
-    """The tensor that torch.save has written into these bytes."""
-    container = io.BytesIO(content.numpy())  # type: ignore[arg-type]
-    problem = find_problem(container)
-    if problem:
-        raise ValueError(problem)
-    container.seek(0)
-    part: Tensor = torch.load(container, weights_only=True)
-    return part
-
-
-def _old_tables(parts: list[Any], files: list[str]) -> tuple[Tensor, Tensor]:
-    """The tables of a tensor in a folder of an earlier version, read from containers."""
-    boxes = [part[:2] for part in parts]
-    places = [(files.index(file), *place, -1) for _, _, file, *place in parts]
-    return _table(boxes), _table(places)
 
 
 def _table(rows: Any) -> Tensor:
@@ -514,13 +488,10 @@ def _hash(index: Tensor) -> Tensor:
     return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
 
 
-def _digest(path: Path, sha256: bool = False) -> Digest:
+def _digest(path: Path) -> Digest:
     """The size and the checksum of a file."""
-    checksum, digest = 0, hashlib.sha256()
+    checksum = 0
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(1 << 20):
-            if sha256:
-                digest.update(chunk)
-            else:
-                checksum = zlib.crc32(chunk, checksum)
-        return file.tell(), digest.hexdigest() if sha256 else checksum
+            checksum = zlib.crc32(chunk, checksum)
+        return file.tell(), checksum

@@ -1,7 +1,6 @@
 """Folders of shards: what one process and several ranks write and read, and broken ones."""
 
 import errno
-import hashlib
 import os
 import pickle
 import re
@@ -19,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -142,44 +140,16 @@ def forge(folder: Path, name: str, content: Any) -> Path:
     return folder
 
 
-def save_as_before(path: Path, value: int) -> Path:
-    """A folder of an earlier version, in which torch has written everything: see PARTS."""
-    state = state_of(value)
-    named: dict[str, Any] = {}
-    skeleton = map_leaves(lambda keys, leaf: take(named, keys, leaf), state)
-    dcp.save(named, checkpoint_id=path)
-    metadata: Any = dcp.FileSystemReader(path).read_metadata()
-    parts = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        (chunk,) = tensor.chunks
-        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        box = (tuple(chunk.offsets), tuple(chunk.sizes))
-        parts[name] = [(*box, place.relative_path, place.offset, place.length)]
-    write_file({"state": skeleton, "parts": parts}, path / "state.pth")
-    files = {}
-    for file in path.iterdir():
-        data = file.read_bytes()
-        files[file.name] = (len(data), hashlib.sha256(data).hexdigest())
-    write_file({"files": files}, path / "manifest.pth")
-    return path
-
-
-def take(named: dict[str, Any], keys: tuple[Any, ...], leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    named[".".join(map(str, keys))] = leaf
-    return leaf.to("meta")
-
-
-def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    folder = save_as_before(tmp_path / "a", 3)
-    assert_equal(read_checkpoint(str(folder)), state_of(3))
-    shard = folder / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="__0_0"):
+def test_a_folder_of_an_earlier_revision_is_told_how_to_convert_it(
+    tmp_path: Path,
+) -> None:
+    manifest = {"files": {"state.pth": (3, "6ab1")}}
+    folder = forge(save(tmp_path / "model_0000009", 9), "manifest.pth", manifest)
+    command = re.escape(f"`hooktrain checkpoint upgrade {folder}`")
+    with pytest.raises(CorruptCheckpointError, match=command):
         read_checkpoint(str(folder))
+    with pytest.raises(CorruptCheckpointError, match=command):
+        Checkpointer(nn.Linear(1, 1), tmp_path).resume_or_load("")
 
 
 @pytest.mark.parametrize("name", ["manifest.pth", "state.pth"])
@@ -189,32 +159,6 @@ def test_code_in_a_folder_is_not_run(name: str, tmp_path: Path) -> None:
         read_checkpoint(str(folder))
     assert names(tmp_path) == ["a"]
 
-
-Change = Callable[[dict[str, Any], list[Any]], object]
-
-# What is changed in a folder of an earlier version: in state.pth, and in the place of the weight's
-# only part, which has its offsets, sizes, file, and where it begins and how long it is.
-BEFORE: dict[str, Change] = {
-    "no parts": lambda content, part: content.pop("parts"),
-    "offsets of another dimension": lambda content, part: part.__setitem__(0, (0,)),
-    "a part of more dimensions": lambda content, part: part.__setitem__(
-        slice(2), [(0, 0, 0), (1, 1, 12)]
-    ),
-    "a hole at the beginning": lambda content, part: part.__setitem__(
-        slice(2), [(1, 0), (2, 4)]
-    ),
-    "a part beyond the end": lambda content, part: part.__setitem__(0, (1, 0)),
-    "no part": lambda content, part: part.clear(),
-    "no part of a scalar": lambda content, _: content["parts"].update({"model.n": []}),
-    "text for an offset": lambda content, part: part.__setitem__(0, "text"),
-    "a beginning beyond the end": lambda content, part: part.__setitem__(3, 1 << 40),
-    "a beginning that overflows": lambda content, part: part.__setitem__(3, 1 << 70),
-    "a length of nothing": lambda content, part: part.__setitem__(4, 0),
-    "a file that the manifest lacks": lambda content, part: part.__setitem__(2, "lost"),
-    "a file outside": lambda content, part: part.__setitem__(
-        2, "../other/__0_0.distcp"
-    ),
-}
 
 Tables = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -262,22 +206,6 @@ def is_passed_over(folder: Path) -> None:
     assert found["iteration"] == 9
 
 
-@pytest.mark.parametrize("change", BEFORE.values(), ids=BEFORE.keys())
-def test_a_crafted_folder_of_an_earlier_version_is_passed_over(
-    change: Change, tmp_path: Path
-) -> None:
-    save(tmp_path / "model_0000009", 9)
-    save_as_before(tmp_path / "other", 19)
-    folder = save_as_before(tmp_path / "model_0000019", 19)
-    content = torch.load(folder / "state.pth", weights_only=True)
-    part = list(content["parts"]["model.w"][0])
-    change(content, part)
-    if "parts" in content:
-        content["parts"]["model.w"] = [part] if part else []
-    shutil.copy(folder / "__0_0.distcp", folder / "lost")
-    is_passed_over(forge(folder, "state.pth", content))
-
-
 @pytest.mark.parametrize("change", TABLES.values(), ids=TABLES.keys())
 def test_a_crafted_table_is_passed_over_for_an_older_folder(
     change: Tables, tmp_path: Path
@@ -304,23 +232,10 @@ def test_a_crafted_state_is_passed_over_for_an_older_folder(
     is_passed_over(folder)
 
 
-def test_an_earlier_shard_whose_records_are_marked_as_folders_is_refused(
-    tmp_path: Path,
-) -> None:
-    folder = save_as_before(tmp_path / "a", 1)
-    shard = folder / "__0_0.distcp"
-    raw = bytearray(shard.read_bytes())
-    for entry in re.finditer(rb"PK\x01\x02", bytes(raw)):
-        raw[entry.start() + 38] |= 0x10  # torch would read nothing of such a record
-    shard.write_bytes(raw)
-    manifest = torch.load(folder / "manifest.pth", weights_only=True)
-    manifest["files"][shard.name] = folders._digest(shard)
-    forge(folder, "manifest.pth", manifest)
-    with pytest.raises(CorruptCheckpointError, match="marked as a folder"):
-        read_checkpoint(str(folder))
+CRAFTED = [[], {}, {"files": 3, "tensors": {}}, {"files": {3: (1, 1)}, "tensors": {}}]
 
 
-@pytest.mark.parametrize("content", [[], {}, {"files": 3}, {"files": {3: (1, "")}}])
+@pytest.mark.parametrize("content", CRAFTED)
 def test_a_crafted_manifest_is_refused(content: Any, tmp_path: Path) -> None:
     folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
     with pytest.raises(CorruptCheckpointError, match="intact"):
@@ -329,7 +244,7 @@ def test_a_crafted_manifest_is_refused(content: Any, tmp_path: Path) -> None:
 
 def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path) -> None:
     digest = folders._digest(save(tmp_path / "b", 1) / "state.pth")
-    content = {"files": {"../b/state.pth": digest}}
+    content = {"files": {"../b/state.pth": digest}, "tensors": {}}
     folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
     with pytest.raises(CorruptCheckpointError, match=r"'\.\./b/state\.pth'"):
         verify_folder(folder)
@@ -462,12 +377,11 @@ def test_a_damaged_file_is_named_before_anything_is_read(
 
 
 def test_code_in_a_shard_is_not_run(tmp_path: Path) -> None:
-    for name, written in (("a", save), ("b", save_as_before)):
-        folder = written(tmp_path / name, 1)
-        forge(folder, "__0_0.distcp", RunsCode(tmp_path / "ran"))
-        with pytest.raises(CorruptCheckpointError, match=str(folder)):
-            read_checkpoint(str(folder))
-    assert names(tmp_path) == ["a", "b"]
+    folder = save(tmp_path / "a", 1)
+    forge(folder, "__0_0.distcp", RunsCode(tmp_path / "ran"))
+    with pytest.raises(CorruptCheckpointError, match=str(folder)):
+        read_checkpoint(str(folder))
+    assert names(tmp_path) == ["a"]
 
 
 def test_a_copy_takes_the_memory_of_the_copy_before() -> None:
@@ -582,7 +496,12 @@ def test_torch_reads_what_two_ranks_have_written(tmp_path: Path) -> None:
     dcp_to_torch_save(tmp_path / "a", tmp_path / "a.pth")
     found = torch.load(tmp_path / "a.pth", weights_only=True)
     named: dict[str, Any] = {}
-    map_leaves(lambda keys, leaf: take(named, keys, leaf), expected)
+
+    def take(keys: tuple[Any, ...], leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            named[".".join(map(str, keys))] = leaf
+
+    map_leaves(take, expected)
     assert len(named) == 7 + 4 * 3
     assert_equal(found, named)
 

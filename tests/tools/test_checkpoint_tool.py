@@ -1,5 +1,8 @@
 """tools/checkpoint.py, run in this process: what it prints, converts and refuses."""
 
+import hashlib
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from loading import load_tool
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from equality import assert_equal
-from hooktrain.checkpoint.files import load_file, save_file
+from hooktrain.checkpoint.files import load_file, save_file, write_file
+from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.utils.file_io import lock_folder, unlock_folder
+from hooktrain.utils.tensors import map_leaves
 
 Tool = Callable[..., int]  # the script with its arguments; gives the exit code
 Capture = pytest.CaptureFixture[str]
@@ -189,3 +197,152 @@ def test_safetensors_get_every_tensor_of_the_model(
     assert tool("weights", tmp_path / "a.pth", tmp_path / "a.safetensors") == 0
     assert_equal(written, [tensors])
     assert "['norm._extra_state']" in capsys.readouterr().out
+
+
+def write_earlier(path: Path) -> dict[str, Any]:
+    """Write a folder as earlier revisions did, whose files torch has written; return its state."""
+    state = {
+        "model": {"w": torch.full((3, 4), 3.0), "n": torch.tensor(3)},
+        "trainer": {"hooks": [1, (2.5, "x", torch.arange(3))], 5: None},
+        "iteration": 3,
+    }
+    named: dict[str, Any] = {}
+    skeleton = map_leaves(lambda keys, leaf: take(named, keys, leaf), state)
+    dcp.save(named, checkpoint_id=path)
+    metadata: Any = dcp.FileSystemReader(path).read_metadata()
+    parts = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        (chunk,) = tensor.chunks
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        box = (tuple(chunk.offsets), tuple(chunk.sizes))
+        parts[name] = [(*box, place.relative_path, place.offset, place.length)]
+    write_file({"state": skeleton, "parts": parts}, path / "state.pth")
+    write_earlier_manifest(path)
+    return state
+
+
+def take(named: dict[str, Any], keys: tuple[Any, ...], leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    named[".".join(map(str, keys))] = leaf
+    return leaf.to("meta")
+
+
+def write_earlier_manifest(folder: Path) -> None:
+    files = {}
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        if file.name != "manifest.pth":
+            files[file.name] = (len(data), hashlib.sha256(data).hexdigest())
+    write_file({"files": files}, folder / "manifest.pth")
+
+
+# Of a process group, which these tools do not need.
+without_group = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage"
+)
+
+
+@without_group
+def test_a_folder_of_an_earlier_revision_is_converted_in_its_place(
+    tool: Tool, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "model_0000003"
+    state = write_earlier(folder)
+    assert tool("verify", folder) == 1
+    assert f"`hooktrain checkpoint upgrade {folder}`" in capsys.readouterr().err
+    assert tool("upgrade", folder) == 0
+    assert_equal(read_checkpoint(str(folder)), state)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert tool("upgrade", folder) == 0
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", folder.name]
+    assert tool("upgrade", tmp_path) == 1
+    assert f"{tmp_path} is no sharded folder" in capsys.readouterr().err
+
+
+@without_group
+def test_a_folder_that_a_run_uses_is_not_converted(
+    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    write_earlier(tmp_path / "a")
+    lock_folder(tmp_path)
+    try:
+        monkeypatch.setattr("hooktrain.utils.file_io._locks", {})
+        assert tool("upgrade", tmp_path / "a") == 1
+    finally:
+        monkeypatch.undo()
+        unlock_folder(tmp_path)
+    assert "in use by another run" in capsys.readouterr().err
+
+
+Change = Callable[[dict[str, Any], list[Any]], object]
+
+# What is changed in a folder of an earlier revision: in state.pth, and in the place of the weight's
+# only part, which has its offsets, sizes, file, and where it begins and how long it is.
+EARLIER: dict[str, Change] = {
+    "no parts": lambda content, part: content.pop("parts"),
+    "offsets of another dimension": lambda content, part: part.__setitem__(0, (0,)),
+    "a part of more dimensions": lambda content, part: part.__setitem__(
+        slice(2), [(0, 0, 0), (1, 1, 12)]
+    ),
+    "a hole at the beginning": lambda content, part: part.__setitem__(
+        slice(2), [(1, 0), (2, 4)]
+    ),
+    "a part beyond the end": lambda content, part: part.__setitem__(0, (1, 0)),
+    "no part": lambda content, part: part.clear(),
+    "no part of a scalar": lambda content, _: content["parts"].update({"model.n": []}),
+    "text for an offset": lambda content, part: part.__setitem__(0, "text"),
+    "a beginning beyond the end": lambda content, part: part.__setitem__(3, 1 << 40),
+    "a beginning that overflows": lambda content, part: part.__setitem__(3, 1 << 70),
+    "a length of nothing": lambda content, part: part.__setitem__(4, 0),
+    "a file that the manifest lacks": lambda content, part: part.__setitem__(2, "lost"),
+    "a file outside": lambda content, part: part.__setitem__(
+        2, "../other/__0_0.distcp"
+    ),
+}
+
+
+@without_group
+@pytest.mark.parametrize("change", EARLIER.values(), ids=EARLIER.keys())
+def test_a_crafted_folder_of_an_earlier_revision_is_not_converted(
+    change: Change, tool: Tool, tmp_path: Path, capsys: Capture
+) -> None:
+    write_earlier(tmp_path / "other")
+    folder = tmp_path / "a"
+    write_earlier(folder)
+    content = torch.load(folder / "state.pth", weights_only=True)
+    part = list(content["parts"]["model.w"][0])
+    change(content, part)
+    if "parts" in content:
+        content["parts"]["model.w"] = [part] if part else []
+    write_file(content, folder / "state.pth")
+    write_earlier_manifest(folder)
+    shutil.copy(folder / "__0_0.distcp", folder / "lost")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert tool("upgrade", folder) == 1
+    assert capsys.readouterr().err.startswith(f"error: {folder} is no intact")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@without_group
+def test_an_altered_folder_of_an_earlier_revision_is_not_converted(
+    tool: Tool, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "a"
+    write_earlier(folder)
+    shard = folder / "__0_0.distcp"
+    raw = shard.read_bytes()
+    altered = bytearray(raw)
+    altered[len(raw) // 2] ^= 1
+    shard.write_bytes(altered)
+    assert tool("upgrade", folder) == 1
+    assert f"{shard} was altered" in capsys.readouterr().err
+    # Of a record that is marked as a folder torch would read nothing.
+    altered = bytearray(raw)
+    for entry in re.finditer(rb"PK\x01\x02", raw):
+        altered[entry.start() + 38] |= 0x10
+    shard.write_bytes(altered)
+    write_earlier_manifest(folder)
+    assert tool("upgrade", folder) == 1
+    assert "marked as a folder" in capsys.readouterr().err
