@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -214,11 +213,15 @@ def find_best(save_dir: AnyPath, name: str) -> str:
     return max(paths, key=os.path.getmtime, default="")
 
 
-def archive_folder(folder: AnyPath) -> Path | None:
+def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
     """Rename the folder of an earlier run to ``<name>.1``, or the next free number.
 
     An empty folder takes its place. If the old one is renamed back, its run can be resumed. The
     main process calls it before a new run writes anything.
+
+    Args:
+        folder: the folder, which need not exist.
+        initial: the path or address of the checkpoint that the new run starts from.
 
     Returns:
         The new path of the old folder; None if that has nothing to resume from and no best model,
@@ -226,7 +229,7 @@ def archive_folder(folder: AnyPath) -> Path | None:
 
     Raises:
         RuntimeError: if another run is using it.
-        ValueError: if it is the current folder, or one above.
+        ValueError: if ``initial`` is in it, or if it is the current folder, or one above.
         OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()
@@ -238,45 +241,14 @@ def archive_folder(folder: AnyPath) -> Path | None:
             f"a new run would rename the current folder {str(path)!r}, which has "
             "checkpoints: give another output folder, or resume"
         )
+    if initial and Path(initial).expanduser().resolve().is_relative_to(path):
+        raise ValueError(
+            f"train.init_checkpoint={initial!r} lies in train.output_dir, which a new run would "
+            "rename, since it has checkpoints: give another output folder"
+        )
     lock_folder(path)
     aside = first_free(path)
     path.rename(aside)
     path.mkdir()
     unlock_folder(path)
     return aside
-
-
-def find_archived(checkpoint: str, folder: AnyPath, aside: Path | None) -> str:
-    """The path of a checkpoint of a folder after :func:`archive_folder`.
-
-    Args:
-        checkpoint: its path, as it was before.
-        folder: the folder that was renamed, if any was.
-        aside: the new path of the folder, if this start has renamed it. Otherwise an earlier start
-            may have, and the newest checkpoint of that name is meant.
-
-    Returns:
-        The new path, or ``checkpoint`` itself if that is there or was of another folder.
-    """
-    home = Path(folder).resolve()
-    path = Path(checkpoint).resolve()
-    if path.exists() or path.parent != home:
-        return checkpoint
-    found = []
-    for other in home.parent.iterdir():
-        is_numbered = re.fullmatch(re.escape(home.name) + r"\.\d+", other.name)
-        moved = other / path.name
-        if is_numbered and moved.exists():
-            found.append((other == aside, os.path.getmtime(moved), moved))
-    return str(max(found)[-1] if found else path)
-
-
-def saved_value(save_dir: AnyPath, *keys: str) -> Any:
-    """The value under these keys in the newest readable checkpoint of a trainer, or None."""
-    for name in names_to_resume(save_dir):
-        with suppress(OSError, CorruptCheckpointError, LookupError):
-            value = read_checkpoint(os.path.join(save_dir, name), "meta")["trainer"]
-            for key in keys:
-                value = value[key]
-            return value
-    return None

@@ -15,12 +15,7 @@ import torch
 
 from hooktrain import events
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.resume import (
-    archive_folder,
-    checkpoint_names,
-    find_archived,
-    saved_value,
-)
+from hooktrain.checkpoint.resume import archive_folder, checkpoint_names
 from hooktrain.checkpoint.store import Store
 from hooktrain.config import ConfigDict, LazyConfig, resolve
 from hooktrain.engine import hooks
@@ -93,8 +88,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     It writes ``log.txt`` (one more for each rank up to 127) and ``config.json`` into the
     output folder, and locks the folder against a second run.
 
-    A new run renames a folder with checkpoints to ``<folder>.1``. A ``train.init_checkpoint``
-    in a renamed folder is found there, so a second stage may use the folder of the first.
+    A new run renames a folder with checkpoints to ``<folder>.1``. A second stage needs a folder
+    of its own: a ``train.init_checkpoint`` in the folder that would be renamed is refused.
 
     A run that resumes fetches its checkpoint from ``train.store`` if the folder has none.
     It logs which lines of the configuration have changed, and replaces ``config.json`` once
@@ -104,8 +99,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         cfg: a configuration, whose ``train`` may have ``output_dir``, ``seed``, ``run_id``,
             ``store``, ``init_checkpoint`` and ``cudnn_benchmark``. A seed that is None or
             negative is drawn and stored back; a resumed run takes it from the configuration
-            in the folder or, if that is damaged, from a checkpoint. Each rank is seeded with
-            the seed plus its rank. A ``run_id`` of None is drawn and kept in the same way.
+            in the folder. Each rank is seeded with the seed plus its rank. A ``run_id`` of None
+            is drawn and kept in the same way.
         args: the arguments of the command line, which may have ``resume``, ``log_level`` and
             ``eval_only``. With ``eval_only`` only the log and fetched checkpoints are
             written, and another run may be using the folder.
@@ -114,7 +109,9 @@ def default_setup(cfg: Any, args: Any) -> None:
         RuntimeError: if another run is using the output folder.
         KeyError: for a configuration without ``train``, such as detectron2's older ones, which
             ``default_setup`` of ``hooktrain.compat.detectron2`` takes.
-        ValueError: for an output folder that is an address such as ``s3://...``.
+        ValueError: for an output folder that is an address such as ``s3://...``; for a
+            ``train.init_checkpoint`` in a folder that would be renamed; if the seed of the run to
+            resume is not known, since its ``config.json`` is missing or damaged.
         OSError: if the folder cannot be written to.
     """
     train = cfg["train"]
@@ -125,9 +122,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     archived = None
     if folder:
         folder = train["output_dir"] = on_disk(folder)
-        archived = on_main_process(partial(_claim_folder, folder, eval_only, resumes))
         initial = train.get("init_checkpoint", "")
-        train["init_checkpoint"] = find_archived(initial, folder, archived)
+        claim = partial(_claim_folder, folder, initial, eval_only, resumes)
+        archived = on_main_process(claim)
     setup_logger(
         folder or None,
         distributed_rank=comm.get_rank(),
@@ -145,7 +142,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     kept = folder if resumes else None
     store = train.get("store") if goes_on else ""
     earlier = on_all_ranks_patiently(partial(_earlier, path, store))[0] if kept else ""
-    seed, train["run_id"] = on_main_process(partial(_drawn, train, kept, earlier))
+    to_resume = folder if goes_on else None
+    seed, train["run_id"] = on_main_process(partial(_drawn, train, to_resume, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
     if isinstance(cfg, ConfigDict):
         # Other values may refer to the seed, or to values that a script has changed.
@@ -160,10 +158,12 @@ def default_setup(cfg: Any, args: Any) -> None:
         torch.backends.cudnn.benchmark = True
 
 
-def _claim_folder(folder: str, eval_only: bool, resumes: bool) -> Path | None:
+def _claim_folder(
+    folder: str, initial: str, eval_only: bool, resumes: bool
+) -> Path | None:
     """Make and lock the folder; return the new path of an earlier run's folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    archived = None if resumes else archive_folder(folder)
+    archived = None if resumes else archive_folder(folder, initial)
     if not eval_only:
         lock_folder(folder)
     return archived
@@ -182,35 +182,32 @@ def _read(path: Path) -> str:
 
 
 def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
-    """Return the seed and the id of the run: if not given, those of the run in the folder.
+    """Return the seed and the id of the run: if not given, those of the run to resume.
 
-    Without a run in the folder the id is new, and the seed is still to be drawn.
-    """
-    seed, run_id = train.get("seed"), train.get("run_id")
-    if folder and (seed is None or seed < 0):
-        seed = _saved_value(folder, earlier, "seed", "seed")
-    if folder and run_id is None:
-        run_id = _saved_value(folder, earlier, "run_id", "meta", "run_id")
-    return seed, run_id or uuid4().hex
-
-
-def _saved_value(folder: str, earlier: str, name: str, *place: str) -> Any:
-    """Return a value that a run drew, from its configuration or else from a checkpoint.
+    Of a new run the id is new, and the seed is still to be drawn.
 
     Args:
-        folder: the folder of the run.
+        train: the settings.
+        folder: the folder of the run to resume, which may have none.
         earlier: the text of its ``config.json``.
-        name: the key in ``train``.
-        *place: the keys in the trainer's state.
     """
+    seed, run_id = train.get("seed"), train.get("run_id")
+    saved: dict[str, Any] = {}
     try:
-        return json.loads(earlier)["train"][name]
+        saved = dict(json.loads(earlier)["train"])
     except (ValueError, LookupError, TypeError):
-        value = saved_value(folder, *place)
-    if value is not None:
-        message = "config.json is missing or damaged: using the %s %s of a checkpoint"
-        logger.warning(message, name, value)
-    return value
+        if folder and checkpoint_names(folder):
+            if seed is None or seed < 0:
+                raise ValueError(
+                    f"config.json in {folder!r} is missing or damaged, so the seed that the run "
+                    "has drawn is not known: give train.seed=0, and the error of the resume has "
+                    "the right one"
+                ) from None
+            if run_id is None:
+                logger.warning("config.json is missing or damaged: train.run_id is new")
+    if seed is None or seed < 0:
+        seed = saved.get("seed")
+    return seed, run_id or saved.get("run_id") or uuid4().hex
 
 
 def _log_changes(before: str, now: str) -> None:

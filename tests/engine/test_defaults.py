@@ -39,7 +39,7 @@ from hooktrain.solver import (
 )
 from hooktrain.utils.logger import close_logger, setup_logger
 from runs import build, last_results, train
-from toys import StopOnce, linear_trainer
+from toys import linear_trainer
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "digits_cnn.py"
 
@@ -166,8 +166,6 @@ def test_the_id_of_a_run_is_drawn_and_kept_as_the_seed_is(folder: Path) -> None:
 
     drawn = begin(folder)
     assert begin(folder, stop=3) == drawn
-    (folder / "config.json").write_text("{")
-    assert begin(folder, stop=4) == drawn
     assert begin(folder, "train.run_id=mine", stop=5) == "mine"
     assert begin(folder, resume=False) not in (drawn, "mine")
 
@@ -193,54 +191,51 @@ def test_a_folder_that_a_mistake_has_renamed_resumes_exactly(folder: Path) -> No
     assert_same_end(folder, whole)
 
 
-def test_a_second_stage_starts_from_the_folder_that_it_has_renamed(
-    folder: Path,
+@pytest.mark.parametrize("how", ["whole", "~", "linked"])
+def test_a_second_stage_in_the_folder_of_its_initial_checkpoint_is_refused(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start(folder, stop=6).model.state_dict()
-    stage = f"train.init_checkpoint={folder / 'model_final.pth'}"
-    assert_equal(start(folder, stage).model.state_dict(), first)
-    # Killed before its first checkpoint, and submitted again.
-    assert_equal(start(folder, stage).model.state_dict(), first)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    (folder.parent / "link").symlink_to(folder)
+    path = {"whole": folder, "~": "~/out", "linked": folder.parent / "link"}[how]
+    stage = f"train.init_checkpoint={path}/model_final.pth"
+    before = sorted(folder.iterdir())
+    with pytest.raises(ValueError, match=r"model_final\.pth'.*another output folder"):
+        start(folder, stage)
+    assert sorted(folder.iterdir()) == before
+    assert sorted(each.name for each in folder.parent.iterdir()) == ["link", "out"]
+    # Elsewhere, and to go on here, the same path may be given.
+    other = folder.parent / "second"
+    assert_equal(start(other, stage).model.state_dict(), first)
     assert_equal(start(folder, stage, resume=True).model.state_dict(), first)
-    # Killed behind it.
-    trainer = start(folder, stage)
-    trainer.register_hooks([StopOnce(at=3)])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train(max_iter=6)
-    assert_equal(start(folder, stage).model.state_dict(), first)
-    second = start(folder, stage, stop=6).model.state_dict()
-    # The last one is meant.
-    assert_equal(start(folder, stage).model.state_dict(), second)
-
-
-def test_the_folder_that_was_set_aside_is_searched_and_no_other_experiment(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "out[1]"  # the name is no pattern
-    first = start(folder, stop=6).model.state_dict()
-    for sibling in ("out[1].v2", "out[1].7", "out1.1"):  # other experiments, and newer
-        start(tmp_path / sibling, "train.seed=3", stop=6)
-    stage = f"train.init_checkpoint={folder / 'model_final.pth'}"
-    assert_equal(start(folder, stage).model.state_dict(), first)
-    shutil.rmtree(tmp_path / "out[1].7")
-    # Killed before its first checkpoint, and submitted again.
-    assert_equal(start(folder, stage).model.state_dict(), first)
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"train": {"se', b"\x00\xff", b"[]"])
-def test_without_a_good_config_json_the_seed_is_that_of_a_checkpoint(
+def test_without_a_good_config_json_the_seed_of_the_run_has_to_be_given(
     content: bytes | None, folder: Path
 ) -> None:
-    drawn = start(folder, "train.seed=null", stop=4).seed
-    (folder / "model_0000003.pth").write_bytes(b"broken too")
+    trainer = start(folder, "train.seed=null", "train.run_id=mine", stop=4)
+    drawn = trainer.seed
     if content is None:
         (folder / "config.json").unlink()
     else:
         (folder / "config.json").write_bytes(content)
-    np.random.seed(1)  # another seed would be drawn
-    assert start(folder, "train.seed=null", stop=6, resume=True).seed == drawn
-    assert f"seed {drawn}" in (folder / "log.txt").read_text()
+    with pytest.raises(ValueError, match=r"config\.json in .*train\.seed=0"):
+        start(folder, "train.seed=null", resume=True)
+    # As the error says, that of the resume has the right one.
+    with pytest.raises(ValueError, match=f"seed={drawn}, but now seed=0"):
+        start(folder, "train.seed=0", resume=True)
+    again = start(folder, f"train.seed={drawn}", stop=6, resume=True)
+    assert again.iter == 6
     assert LazyConfig.load(folder / "config.json").train.seed == drawn
+    assert "train.run_id is new" in (folder / "log.txt").read_text()
+
+
+def test_an_evaluation_needs_no_config_json(folder: Path) -> None:
+    start(folder, "train.seed=null", stop=2)
+    (folder / "config.json").unlink()
+    default_setup(config(folder, "train.seed=null"), Namespace(eval_only=True))
 
 
 @pytest.mark.parametrize("key", ["seed", "max_iter"])
