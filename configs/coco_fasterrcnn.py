@@ -30,6 +30,8 @@ PyPI's torchvision is built for the torch of PyPI. Beside a torch from another i
 its operators are missing; take both from the same index.
 """
 
+from operator import mul
+
 import pycocotools  # If it is missing, that is said before the training.
 import torch
 from torchvision.models import detection
@@ -48,7 +50,8 @@ from .common.optim import SGD as optimizer
 from .common.train import train
 
 EPOCHS, STEPS = 26, [16, 22]
-TOTAL_BATCH = 16  # of all GPUs together; the rate grows with it
+TOTAL_BATCH = 16  # of all GPUs together
+BASE_LR = 0.02  # the rate grows with the batch
 ITERATIONS = EPOCHS * 117_266 // TOTAL_BATCH  # COCO has so many images with a box
 WARMUP = 1000
 GPU = torch.accelerator.is_available()
@@ -80,7 +83,8 @@ dataloader = dict(
     evaluator=L(CocoEvaluator)(annotations=_val_annotations),
 )
 
-optimizer.lr = 0.02
+# A batch of another size has another rate.
+optimizer.lr = L(mul)(BASE_LR / TOTAL_BATCH, "${dataloader.train.total_batch_size}")
 optimizer.nesterov = False
 optimizer.weight_decay = 1e-4
 
@@ -94,7 +98,6 @@ lr_multiplier = L(WarmupParamScheduler)(
 
 train.output_dir = "./output/coco_fasterrcnn"
 train.max_epochs = EPOCHS
-train.auto_scale_lr = dict(enable=True, base_batch_size=TOTAL_BATCH)
 train.checkpointer.period = "1 epoch"
 train.eval_period = "1 epoch"
 train.best_metric = "bbox/AP"

@@ -15,6 +15,8 @@ with another rate and weight decay. This configuration has not been trained to i
 result of its own.
 """
 
+from operator import mul
+
 import torch
 from torchvision import datasets, models, transforms
 
@@ -83,7 +85,8 @@ dataloader = dict(
     ),
 )
 
-optimizer.lr = BASE_LR
+# A batch of another size has another rate.
+optimizer.lr = L(mul)(BASE_LR / BASE_BATCH, "${dataloader.train.total_batch_size}")
 optimizer.weight_decay = WEIGHT_DECAY
 optimizer.params.weight_decay_bias = 0.0
 
@@ -93,7 +96,6 @@ lr_multiplier.rescale_interval = True  # the cosine begins where the warm-up end
 
 train.output_dir = "./output/imagenet_resnet50"
 train.max_epochs = EPOCHS
-train.auto_scale_lr = dict(enable=True, base_batch_size=BASE_BATCH)
 train.cudnn_benchmark = True
 train.amp = dict(enabled=GPU, dtype="bfloat16")
 train.ema = dict(enabled=True, decay=EMA_DECAY)

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,10 +17,9 @@ from hooktrain.engine.trainers import ModelTrainer, SimpleTrainer, StepTrainer
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
-from hooktrain.solver.build import Wrappers, scale_lr
+from hooktrain.solver.build import Wrappers
 from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
-from hooktrain.utils import comm
-from hooktrain.utils.periods import end_of_run, in_iterations
+from hooktrain.utils.periods import end_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,6 @@ def build_trainer(
     strategy, model = prepare_model(cfg)
     loader = instantiate(cfg.dataloader.train)
     optim_wrapper = build_optimizer(cfg, model)
-    if cfg.train.auto_scale_lr.enable:
-        scale_lr_by_batch(cfg, optim_wrapper, loader)
     trainer = build_step(cfg, model, loader, optim_wrapper, trainer_class)
     trainer.seed = strategy.seed
     set_end_of_run(cfg, trainer.epoch_length)
@@ -161,24 +158,6 @@ def _instantiate_for(described: Any, model: nn.Module) -> Any:
     return instantiate({**described, "params": params})
 
 
-def scale_lr_by_batch(cfg: Any, optim_wrapper: Wrappers, loader: Any) -> None:
-    """Multiply learning rates by the batch size of all ranks over ``base_batch_size``.
-
-    See :func:`hooktrain.solver.build.scale_lr`. Accumulated passes do not count.
-
-    Args:
-        cfg: the configuration, with ``train.auto_scale_lr.base_batch_size``.
-        optim_wrapper: the optimizer, or several.
-        loader: the loader, with a ``total_batch_size`` of all ranks or a ``batch_size`` of one.
-
-    Raises:
-        ValueError: if one of the two sizes is missing.
-    """
-    own = getattr(loader, "batch_size", None) or 0
-    size = getattr(loader, "total_batch_size", comm.data_parallel_size() * own)
-    scale_lr(optim_wrapper, size, cfg.train.auto_scale_lr.base_batch_size)
-
-
 def build_step(
     cfg: Any,
     model: nn.Module,
@@ -187,15 +166,10 @@ def build_step(
     trainer_class: type[ModelTrainer] | None = None,
 ) -> ModelTrainer:
     """Build the trainer without hooks, of the given class or of the one that fits the model."""
-    period, epoch_length = cfg.train.log_period, cfg.train.epoch_length
-    if epoch_length:
-        period = in_iterations(period, epoch_length)
     if trainer_class is None:
         has_step = hasattr(unwrap_model(model), "train_step")
         trainer_class = StepTrainer if has_step else SimpleTrainer
-    trainer = trainer_class(model, loader, optim_wrapper, period)
-    trainer.epoch_length = epoch_length
-    return trainer
+    return trainer_class(model, loader, optim_wrapper, cfg.train.log_period)
 
 
 def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
@@ -262,15 +236,10 @@ def build_evaluation(
         ema: the hook whose average is evaluated too; its results are under ``"ema"``.
     """
 
-    @cache
-    def evaluator() -> Any:
-        """Build the evaluator at the first evaluation, since that may take long."""
-        return instantiate(cfg.dataloader.get("evaluator"))
-
     def once() -> dict[str, Any]:
         # All ranks evaluate the buffers that a checkpoint holds.
         broadcast_buffers(model)
-        return evaluate(cfg, model, evaluator(), step="val_step")
+        return evaluate(cfg, model, step="val_step")
 
     def run() -> dict[str, Any]:
         results = once()
@@ -283,9 +252,7 @@ def build_evaluation(
     return run
 
 
-def evaluate(
-    cfg: Any, model: nn.Module, evaluator: Any = None, *, step: str = "test_step"
-) -> dict[str, Any]:
+def evaluate(cfg: Any, model: nn.Module, *, step: str = "test_step") -> dict[str, Any]:
     """Evaluate a model on ``dataloader.test``. A collective.
 
     With a dict of several test loaders the results are grouped by their names, as in
@@ -294,14 +261,12 @@ def evaluate(
     Args:
         cfg: the configuration.
         model: the model.
-        evaluator: see :func:`hooktrain.evaluation.inference_on_dataset`; None takes
-            ``dataloader.evaluator``.
         step: the method to call of a model with steps of its own.
 
     Returns:
         The results; an empty dict without test data or an evaluator.
     """
-    evaluator = evaluator or instantiate(cfg.dataloader.get("evaluator"))
+    evaluator = instantiate(cfg.dataloader.get("evaluator"))
     loader = instantiate(cfg.dataloader.get("test"))
     if loader is None or evaluator is None:
         logger.info("No evaluation: dataloader has no test data or no evaluator")

@@ -55,8 +55,7 @@ class HookBase:
     Register a hook on every rank. One that only the main process has must not call collectives.
 
     Attributes:
-        trainer: a weak proxy of the trainer. ``register_hooks`` sets it. A copy of the hook has
-            none.
+        trainer: a weak proxy of the trainer. ``register_hooks`` sets it.
         phase: one of the names above.
         key: the hook's name in checkpoints; None takes the name of its class.
         on_every_rank: whether all ranks have the hook. It is known from ``before_train`` on.
@@ -118,7 +117,3 @@ class HookBase:
             "%s saves a state but has no load_state_dict, so it starts anew",
             type(self).__qualname__,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the trainer, so that a copy or a pickle does not hold all of it."""
-        return {k: value for k, value in vars(self).items() if k != "trainer"}

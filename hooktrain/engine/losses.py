@@ -96,9 +96,9 @@ class LossRecorder:
             _refuse_non_finite(checked, values, iteration)
         for name, value in values.items():
             self._waiting.put_scalar(name, value, True, iteration)
-        name = "data_time" if self._alone else "rank_data_time"
-        self._storage.put_scalar(name, data_time, True, iteration)
-        if not self._alone:
+        if self._alone:
+            self._storage.put_scalar("data_time", data_time, True, iteration)
+        else:
             self._data_times[iteration] = data_time
 
     def exchange(self, finished: int, numbers: Mapping[str, float]) -> dict[str, float]:

@@ -27,7 +27,6 @@ def train_settings() -> dict[str, Any]:
         resume_parts=None,
         max_iter=None,  # the number of iterations of the run, such as 90000
         max_epochs=None,  # in place of max_iter. Periods may be "1 epoch" or "10 minutes"
-        epoch_length=None,  # iterations of an epoch; None asks the loader
         seed=1,  # None draws one and writes it into config.json, from which --resume reads it
         # The name of the run in an experiment tracker. None draws one, which a resume keeps.
         run_id=None,
@@ -50,8 +49,6 @@ def train_settings() -> dict[str, Any]:
             fp16_compression=False,
         ),
         sync_bn=None,  # "torch": the statistics of batch norms are over the batches of all ranks
-        # enable=True multiplies learning rates by the batch size of all ranks over base_batch_size
-        auto_scale_lr=dict(enable=False, base_batch_size=None),
         ema=dict(enabled=False, decay=0.999),
         checkpointer=dict(
             period=5000,

@@ -166,11 +166,6 @@ class TrainerBase:
                 self._run_iterations()
             except BaseException as error:
                 self._end_failed_run(error)
-                # Re-raised as it is, it would silently end an enclosing loop.
-                if isinstance(error, StopIteration):
-                    raise RuntimeError(
-                        f"StopIteration in iteration {self.iter}: an iterator has ended"
-                    ) from error
                 raise
             self.succeeded = True
             self.after_train()
@@ -474,29 +469,26 @@ class TrainerBase:
         Raises:
             TypeError: if an entry is not a hook.
             ValueError: if there is no hook ``before`` or ``after``, if a phase is unknown, or if a
-                new hook is registered already.
+                new hook has a trainer already.
         """
         index, phase = len(self._hooks), None
         if before is not None or after is not None:
             index, phase = place_beside(self._hooks, before, after)
         # A cycle of strong references would keep the model's memory until Python finds it.
-        me = weakref.proxy(self)
         what = "hooks (for those of MMEngine see docs/migrating.md)"
         for hook in as_list(hooks, HookBase, what):
             if hook is None:
                 continue
-            # A constructor may have set this very trainer.
-            is_free = any(hook.trainer is known for known in (None, self, me))
-            if hook in self._hooks or not is_free:
+            if "trainer" in vars(hook):
                 raise ValueError(
-                    f"{hook!r} is registered already: make one for each trainer"
+                    f"{hook!r} has a trainer already: make one for each trainer"
                 )
             warn_of_events(type(hook), EVENTS)
             if phase is not None:
                 hook.phase = phase
             elif self.places_by_phase:
                 index = place_by_phase(self._hooks, hook)
-            hook.trainer = me
+            hook.trainer = weakref.proxy(self)
             # It is a new list, since a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]
             index += 1

@@ -10,8 +10,6 @@ from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
 
-_HIDDEN = ("eta_seconds", "rank_data_time")
-
 
 class CommonMetricPrinter(ScalarWriter):
     """Logs a line of losses, metrics, times and rates, on the main process only.
@@ -80,7 +78,7 @@ class CommonMetricPrinter(ScalarWriter):
             is_detail = hints[name] and "/" in name and "[metric]" not in name
             if is_loss(name):
                 is_detail = hints[name] and value == total and name != "total_loss"
-            if name in _HIDDEN or is_detail:
+            if name == "eta_seconds" or is_detail:
                 continue
             is_result = "/" in name and not hints[name]
             text = f"{name}: {value:.4g}"

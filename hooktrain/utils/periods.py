@@ -87,8 +87,8 @@ def in_iterations(number: int | str, epoch_length: int | None) -> int:
         raise ValueError(f"give iterations or epochs here, not a time: {number!r}")
     if epoch_length is None:
         raise ValueError(
-            f"cannot convert {number!r} to iterations, since the loader has no length: set "
-            "trainer.epoch_length, or train.epoch_length"
+            f"cannot convert {number!r} to iterations, since the loader has no length: give "
+            "iterations, or set trainer.epoch_length"
         )
     return math.ceil(epochs * epoch_length)
 

@@ -4,6 +4,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Iterator
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -296,15 +297,8 @@ def test_a_trainer_is_freed_without_the_garbage_collector(tmp_path: Path) -> Non
         gc.enable()
 
 
-def test_learning_rates_are_scaled_by_the_batch(tmp_path: Path) -> None:
-    def rate(*overrides: str) -> float:
-        trainer = build_trainer(digits(tmp_path, *overrides))
-        found: float = trainer.optimizer.param_groups[0]["lr"]
-        return found
-
-    enabled = "train.auto_scale_lr.enable=true"
-    # Eight samples in place of two.
-    scaled = rate(enabled, "train.auto_scale_lr.base_batch_size=2")
-    assert scaled == pytest.approx(4 * rate())
-    with pytest.raises(ValueError, match="base_batch_size"):
-        rate(enabled)
+def test_a_rate_may_follow_the_batch(tmp_path: Path) -> None:
+    cfg = digits(tmp_path, "dataloader.train.total_batch_size=8")
+    size = "${dataloader.train.total_batch_size}"
+    cfg.optimizer.lr = LazyCall(mul)(0.1 / 256, size)
+    assert build_trainer(cfg).optimizer.defaults["lr"] == 0.1 / 32

@@ -63,7 +63,7 @@ class Period:
         values = {}
         for metric, history in self.storage.histories().items():
             new = [value for value, _ in history.since(start)]
-            if new and metric != "rank_data_time":
+            if new:
                 values[metric] = new
         self.seen[name] = (collectives.seen, asking, values)
 

@@ -23,7 +23,6 @@ def test_the_line_has_all_fields_over_their_windows(
         for storage.iter in range(5):
             storage.put_scalar("data_time", 0.1 * storage.iter)
             storage.put_scalar("time", 0.5 if storage.iter else 1.0)
-            storage.put_scalar("rank_data_time", 0.1)
             storage.put_scalar("total_loss", 3.0 - storage.iter)
             storage.put_scalar("loss_cls", 10.0 * storage.iter)
             storage.put_scalar("lr", 0.123456789, smoothing_hint=False)

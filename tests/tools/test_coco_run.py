@@ -12,7 +12,7 @@ from torch import Tensor
 import runs
 import vision  # noqa: F401
 from equality import metrics
-from hooktrain.config import LazyConfig, instantiate
+from hooktrain.config import LazyConfig, instantiate, resolve
 from hooktrain.demos import DigitScenes, coco_annotations
 from hooktrain.demos.samples import write_png
 from hooktrain.solver import LRMultiplier
@@ -110,12 +110,13 @@ def test_a_few_iterations_train_and_evaluate_a_detector_of_torchvision(
 
 def test_the_recipe_is_that_of_the_references() -> None:
     cfg = LazyConfig.load(CONFIG)
+    resolve(cfg)
     optimizer = {**cfg.optimizer, "params": [torch.zeros(1)]}
     sgd = instantiate(optimizer)
     expected: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4}
     assert sgd.defaults == {**sgd.defaults, **expected, "nesterov": False}
     assert cfg.dataloader.train.total_batch_size == 8 * 2
-    assert (cfg.train.max_epochs, cfg.train.auto_scale_lr.base_batch_size) == (26, 16)
+    assert cfg.train.max_epochs == 26
 
     length = 26 * 117_266 // 16
     scheduler = LRMultiplier(sgd, instantiate(cfg.lr_multiplier), length)
