@@ -189,7 +189,7 @@ class CompositeParamScheduler(ParamScheduler):
     Args:
         schedulers: at least one.
         lengths: shares of the run, not negative. They sum to 1 within 1e-3, and the last
-            one is then corrected. A schedule of length 0 is never used.
+            one lasts until the end of the run. A schedule of length 0 is never used.
         interval_scaling: for each schedule "rescaled", to run through it from 0 to 1 within its
             share, or "fixed", to evaluate it at the progress of the whole run.
 
@@ -213,28 +213,20 @@ class CompositeParamScheduler(ParamScheduler):
                 "each scheduler needs one of the lengths, which sum to 1, and an "
                 f"interval_scaling, 'rescaled' or 'fixed': {self!r}"
             )
-        others = self.lengths[:-1]
-        last = max(0.0, 1.0 - sum(others))
-        self.lengths = [*others, last]
+        ends = [0.0, *accumulate(self.lengths[:-1]), 1.0]
+        self._ends = [1.0 if end >= 1 - ROUNDING else end for end in ends]
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""
-        ends = []
-        for end in accumulate(self.lengths):
-            if end >= 1 - ROUNDING:
-                end = 1.0
-            ends.append(end)
         reached = min(where + ROUNDING, 1.0)
-        k = bisect_left(ends, reached)
+        k = bisect_left(self._ends, reached) - 1
         if self.interval_scaling[k] == "rescaled":
-            start = ends[k - 1] if k > 0 else 0.0
-            length = ends[k] - start
-            where = max(0.0, (where - start) / length)
+            start, end = self._ends[k : k + 2]
+            where = max(0.0, (where - start) / (end - start))
         return self.schedulers[k](where)
 
 
-@dataclass
-class WarmupParamScheduler(ParamScheduler):
+class WarmupParamScheduler(CompositeParamScheduler):
     """``scheduler`` after a warm-up, as in detectron2.
 
     The warm-up starts at ``a = warmup_factor * scheduler(0)`` and ends at ``b``, the value with
@@ -256,33 +248,30 @@ class WarmupParamScheduler(ParamScheduler):
     [0.0, 0.25, 0.5, 0.25, 0.0]
     """
 
-    scheduler: ParamScheduler
-    warmup_factor: float
-    warmup_length: float
-    warmup_method: str = "linear"
-    rescale_interval: bool = False
-
-    def __post_init__(self) -> None:
-        is_known = self.warmup_method in ("linear", "constant")
-        if not is_known or not 0 <= self.warmup_length <= 1:
+    def __init__(
+        self,
+        scheduler: ParamScheduler,
+        warmup_factor: float,
+        warmup_length: float,
+        warmup_method: str = "linear",
+        rescale_interval: bool = False,
+    ) -> None:
+        is_known = warmup_method in ("linear", "constant")
+        if not is_known or not 0 <= warmup_length <= 1:
             raise ValueError(
                 "warmup_length is a share of the run, in [0, 1], and warmup_method "
-                f"'linear' or 'constant': {self!r}"
+                f"'linear' or 'constant', not {warmup_length=}, {warmup_method=}"
             )
-
-    def __call__(self, where: float) -> float:
-        """The value at progress ``where``."""
-        length = self.warmup_length
-        if length < 1 and where + ROUNDING > length:
-            if self.rescale_interval:
-                where = max(0.0, (where - length) / (1 - length))
-            return self.scheduler(where)
-        start = self.warmup_factor * self.scheduler(0.0)
-        if self.warmup_method == "constant":
-            return start
-        end = self.scheduler(0.0 if self.rescale_interval else length)
-        share = where / length
-        return end * share + start * (1 - share)
+        start = warmup_factor * scheduler(0.0)
+        warmup: ParamScheduler = ConstantParamScheduler(start)
+        if warmup_method == "linear":
+            end = scheduler(0.0 if rescale_interval else warmup_length)
+            warmup = LinearParamScheduler(start, end)
+        super().__init__(
+            [warmup, scheduler],
+            [warmup_length, 1 - warmup_length],
+            ["rescaled", "rescaled" if rescale_interval else "fixed"],
+        )
 
 
 class LRMultiplier(LRScheduler):
@@ -352,20 +341,9 @@ class LRMultiplier(LRScheduler):
                 group["lr"] = rates[i]
 
     def state_dict(self) -> dict[str, Any]:
-        """The base rates and the number of the current step; the schedule is not part of it."""
-        return {"base_lrs": self.base_lrs, "last_epoch": self.last_epoch}
+        """The number of the current step. The base rates are part of the optimizer's state."""
+        return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the saved step, and set the rates at once.
-
-        If the number of groups differs from the saved one, their ``initial_lr`` counts.
-
-        Raises:
-            KeyError: an entry is missing.
-        """
-        groups = self.optimizer.param_groups
-        base_lrs = state_dict["base_lrs"]
-        if len(base_lrs) == len(groups):
-            for group, base_lr in zip(groups, base_lrs, strict=True):
-                group["initial_lr"] = base_lr
+        """Go to the saved step, and set the rates at once."""
         self.step(state_dict["last_epoch"])

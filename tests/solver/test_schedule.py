@@ -127,10 +127,13 @@ def test_parts_of_length_zero_are_never_used(
     assert {scheduler(where) for where in (0.0, 0.55, 1.0)} == used
 
 
-def test_lengths_that_nearly_sum_to_1_are_corrected() -> None:
+def test_of_lengths_that_nearly_sum_to_1_the_last_one_lasts_until_the_end() -> None:
     lengths = [0.3333, 0.6666]
-    scheduler = CompositeParamScheduler(constants(2), lengths, ["fixed", "rescaled"])
-    assert scheduler.lengths == [0.3333, 1 - 0.3333]
+    line = LinearParamScheduler(0.0, 1.0)
+    scheduler = CompositeParamScheduler([line, line], lengths, ["fixed", "rescaled"])
+    assert scheduler(0.3) == 0.3
+    assert scheduler(0.9999) == (0.9999 - 0.3333) / (1 - 0.3333)
+    assert scheduler(1.0) == 1.0
     assert lengths == [0.3333, 0.6666]
 
 
@@ -158,6 +161,28 @@ def test_a_warm_up_covers_the_beginning_or_comes_before_it(
 ) -> None:
     scheduler = WarmupParamScheduler(LinearParamScheduler(1.0, 0.0), *arguments)
     assert values(scheduler, 10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("method", ["linear", "constant"])
+def test_a_warm_up_rounds_as_its_formula(method: str, rescale: bool) -> None:
+    cosine = CosineParamScheduler(0.7, 0.01)
+    length = 5 / 97
+    scheduler = WarmupParamScheduler(cosine, 0.3, length, method, rescale)
+    start = 0.3 * cosine(0.0)
+    end = cosine(0.0 if rescale else length)
+    expected = []
+    for step in range(97):
+        share = step / 97 / length
+        if step <= 4 and method == "linear":
+            expected.append(end * share + start * (1 - share))
+        elif step <= 4:
+            expected.append(start)
+        elif rescale:
+            expected.append(cosine((step / 97 - length) / (1 - length)))
+        else:
+            expected.append(cosine(step / 97))
+    assert values(scheduler, 97) == expected
 
 
 ONE = ConstantParamScheduler(1.0)
@@ -242,7 +267,7 @@ def test_a_rate_in_a_tensor_is_filled_in_place() -> None:
 def test_a_loaded_state_sets_the_rates_at_once() -> None:
     first = LRMultiplier(sgd(1.0, 2.0), LINE, max_iter=4)
     first.step(2)
-    optimizer = sgd(8.0, 8.0)
+    optimizer = sgd(1.0, 2.0)
     second = LRMultiplier(optimizer, LINE, max_iter=4)
     second.load_state_dict(first.state_dict())
     assert rates(optimizer) == second.get_last_lr() == [0.5, 1.0]
