@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import full_tensor, is_sharded, shard_like
+from hooktrain.utils.tensors import is_sharded, local_tensor, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -38,6 +36,7 @@ def shard_model(
     offload: bool = False,
     reshard_after_forward: bool = True,
     mesh: DeviceMesh | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """Shard a model in place; the parameters become DTensors. A collective.
 
@@ -46,14 +45,8 @@ def shard_model(
     calls its children instead, name each of these in ``wrap``. Buffers are not sharded,
     and the ranks do not exchange them.
 
-    A model on the meta device gets memory for this rank's shards, and then values: as at
-    construction, ``reset_parameters`` of each module is called, children before their
-    parent, and then ``init_weights`` of the model, if it has that method. Only the
-    tensors that an operation uses are whole meanwhile, so a model may be larger than the
-    memory of a device. The values are those of one process with the first rank's seed, on
-    this kind of device, if its constructor draws random numbers in this order.
-    A part of a parameter (``weight[2]``) can be changed until the next parameter is used.
-    After that torch refuses the change, which would be lost.
+    A model on the meta device is sharded there if there are no ``values``. It has none
+    either until its ``to_empty`` is called, and its tensors are written.
 
     Args:
         model: the model.
@@ -68,16 +61,19 @@ def shard_model(
             them again for the backward pass. False takes more memory and communicates
             less.
         mesh: the ranks, in one dimension, or in two to shard over the second and
-            replicate over the first. None takes all ranks, on the accelerator, or on the
-            CPU if there is none.
+            replicate over the first: then all replicas get the values of the first one.
+            None takes all ranks, on the accelerator, or on the CPU if there is none.
+        values: for a model on the meta device, on the first rank the values of all
+            parameters and buffers, of :func:`take_values`; on the others anything. A rank
+            gets memory for its shards, and for one whole tensor at a time.
 
     Returns:
         The model.
 
     Raises:
         ValueError: for a rule that matches no module, or that puts modules with a shared
-            parameter into different units; for a tensor on the meta device to which
-            neither ``reset_parameters`` nor ``init_weights`` gives values.
+            parameter into different units.
+        KeyError: on the first rank, for a tensor without a value.
         TypeError: for a rule of another kind, or an unknown option of ``mp_policy``.
         AttributeError: for an unknown data type in ``mp_policy``.
     """
@@ -107,38 +103,30 @@ def shard_model(
             "units of the model share a parameter, which would become two: let "
             f"{wrap!r} select none of the modules that share it"
         )
-    if on_meta(model):
-        _initialise(model, offload)
+    if values is not None:
+        _fill(model, values, offload)
+    elif mesh is not None and mesh.ndim > 1:
+        for _, tensor in _named_tensors(model):  # replicas may have begun apart
+            local = local_tensor(tensor.detach())
+            dist.broadcast(local, group=mesh.get_group(0), group_src=0)
     return model
 
 
 def check_parallelized(model: nn.Module) -> None:
-    """Reject a model of tensor parallelism that cannot be sharded in addition.
-
-    Args:
-        model: the model before it is sharded.
+    """Reject rows that tensor parallelism has not divided evenly, before the model is sharded.
 
     Raises:
-        ValueError: if only some of the parameters are DTensors, since no optimizer takes
-            both kinds together; or if rows cannot be divided evenly, since torch then
-            does not know where the shards of shards are.
+        ValueError: for such rows, since torch does not know where the shards of shards are.
     """
     parameters: dict[str, Any] = dict(model.named_parameters())
-    plain = [name for name, p in parameters.items() if not is_sharded(p)]
-    if len(plain) == len(parameters):
-        return
-    if plain:
-        raise ValueError(
-            f"parallelize must divide or replicate {plain} too, for example norms by "
-            "SequenceParallel()"
-        )
     for name, parameter in parameters.items():
-        ranks = parameter.device_mesh.size()
-        if parameter.placements[0].is_shard(0) and len(parameter) % ranks:
-            raise ValueError(
-                f"the {len(parameter)} rows of {name} cannot be divided by {ranks} ranks: "
-                "pad them, or divide its columns"
-            )
+        if is_sharded(parameter) and parameter.placements[0].is_shard(0):
+            ranks = parameter.device_mesh.size()
+            if len(parameter) % ranks:
+                raise ValueError(
+                    f"the {len(parameter)} rows of {name} cannot be divided by {ranks} ranks: "
+                    "pad them, or divide its columns"
+                )
 
 
 def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:
@@ -214,83 +202,40 @@ def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
     return MixedPrecisionPolicy(**typed)
 
 
-def on_meta(model: nn.Module, recurse: bool = True) -> bool:
-    """Whether a tensor of a module is on the meta device; with ``recurse``, of its children too."""
-    return any(tensor.is_meta for tensor in _tensors(model, recurse))
+def on_meta(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of a model is on the meta device."""
+    return any(tensor.is_meta for _, tensor in _named_tensors(model))
 
 
-def _tensors(module: nn.Module, recurse: bool = False) -> list[Tensor]:
-    return [*module.parameters(recurse), *module.buffers(recurse)]
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def take_values(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name. The model itself moves to the meta device."""
+    values = {}
+    for name, tensor in _named_tensors(model):
+        values[name] = tensor.detach()
+        bare = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            bare = nn.Parameter(bare, tensor.requires_grad)
+        torch.utils.swap_tensors(
+            tensor, bare
+        )  # model.to() would make two of a shared one
+    return values
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, offload: bool) -> None:
-    """Give memory and values to the tensors on the meta device. A collective."""
+def _fill(model: nn.Module, values: Mapping[str, Tensor], offload: bool) -> None:
+    """Give memory and the first rank's values to a sharded model. A collective."""
     parameter: Any = next(model.parameters())
     device = parameter.device_mesh.device_type
-    memory = "cpu" if offload else device
-    order: list[nn.Module] = []
-    model.apply(order.append)  # children before their parent
-    fresh = [module for module in order if on_meta(module, recurse=False)]
-    wholes = _Wholes()
-    for module in fresh:
-        module.to_empty(device=memory, recurse=False)
-        wholes.untouched.update(_tensors(module))
-    with torch.device(memory), wholes:
-        for module in dict.fromkeys(fresh):  # one may be at several places
-            # In torch's attention the method has the second name.
-            reset = getattr(module, "_reset_parameters", lambda: None)
-            getattr(module, "reset_parameters", reset)()
-        getattr(model, "init_weights", lambda: None)()
-    wholes.put_back()
+    model.to_empty(device="cpu" if offload else device)
+    for name, tensor in _named_tensors(model):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if dist.get_rank() == 0:
+            whole.copy_(values[name])
+        dist.broadcast(whole, 0)
+        tensor.copy_(shard_like(whole, tensor))
     for buffer in model.buffers():
-        dist.broadcast(buffer, 0)
         buffer.data = buffer.to(device)
-    named = (*model.named_parameters(), *model.named_buffers())
-    forgotten = [name for name, tensor in named if tensor in wholes.untouched]
-    if forgotten:
-        raise ValueError(
-            "reset_parameters() of a module or init_weights() of the model must give values "
-            f"to these tensors on the meta device: {forgotten}"
-        )
-
-
-class _Wholes(TorchDispatchMode):
-    """Gives operations whole tensors in place of sharded ones. Collective.
-
-    So an initialiser may do anything to a tensor, and draws the same numbers as in one
-    process. DTensor itself loses what is written to a part of a tensor, and draws other
-    numbers: on the CPU the same ones for each shard.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.wholes: dict[Tensor, Tensor] = {}
-        self.untouched: set[Tensor] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = (args, kwargs or {})
-        leaves = tree_leaves(given)
-        self.untouched.difference_update(leaves)
-        if func is torch.ops.aten.detach.default:
-            return func(*args)  # it shares the memory of a shard
-        sharded = [leaf for leaf in leaves if is_sharded(leaf)]
-        if not self.wholes.keys() >= set(sharded):
-            self.put_back()
-            # If one rank has all of it, full_tensor returns the shard itself.
-            self.wholes = {tensor: full_tensor(tensor).clone() for tensor in sharded}
-        args, kwargs = tree_map_only(
-            Tensor, lambda tensor: self.wholes.get(tensor, tensor), given
-        )
-        return func(*args, **kwargs)
-
-    def put_back(self) -> None:
-        """Write the whole tensors back into the shards of each rank."""
-        for sharded, whole in self.wholes.items():
-            dist.broadcast(whole, 0)  # each rank has drawn its own
-            sharded.copy_(shard_like(whole, sharded))
-            # A change of a part of it would be lost from now on.
-            torch._C._set_throw_on_mutable_data_ptr(whole)
-        self.wholes = {}

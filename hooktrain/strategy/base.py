@@ -196,8 +196,8 @@ class BaseStrategy:
     def init_model_weights(self, model: nn.Module) -> None:
         """Call the model's ``init_weights`` if its ``is_init`` is False.
 
-        Any other model was initialised by its constructor. A model on the meta device is
-        initialised when it gets its memory.
+        Any other model was initialised by its constructor. A model on the meta device
+        has no values to initialise.
         """
         if not on_meta(model):
             init_weights_once(model)

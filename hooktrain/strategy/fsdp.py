@@ -27,9 +27,8 @@ class FSDPStrategy(BaseStrategy):
     has its own batch, as with :class:`DDPStrategy`, and losses are the same. The model keeps its
     names and is not wrapped, so its checkpoints fit every other strategy.
 
-    A model on the meta device, for example by ``deferred_init``, is initialised while it is
-    sharded. Any other model must fit into the memory of one device until it is sharded. Build
-    optimizers afterwards.
+    A model must fit into the memory of each rank's device until it is sharded, or, with
+    ``deferred_init``, into that of the first rank's CPU. Build optimizers afterwards.
 
     Beyond data parallelism, ``mesh`` arranges the ranks in several dimensions, and ``parallelize``
     divides the computation of a batch among the ranks of ``"tensor"`` or ``"context"``. These get
@@ -44,7 +43,9 @@ class FSDPStrategy(BaseStrategy):
             process group then also needs a backend for the CPU: ``backend="cpu:gloo,cuda:nccl"``.
         activation_checkpointing: see :class:`BaseStrategy`; True means the modules of ``wrap``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
-        deferred_init: whether to build the model of a LazyCall or function on the meta device.
+        deferred_init: whether only the first rank builds the model of a LazyCall or function, with
+            values, on the CPU. The others build it on the meta device, without values, and get
+            theirs when it is sharded.
         saves_shards: whether a checkpoint is a folder to which each rank writes its shards, or one
             file as with other strategies. Both can be loaded in either case.
         mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"``, ``"context"`` and
@@ -133,10 +134,13 @@ class FSDPStrategy(BaseStrategy):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")
 
     def build_model(self, model: ModelSource) -> nn.Module:
-        """The model, which is built on the meta device if ``deferred_init`` is set."""
+        """The model; with ``deferred_init`` it has values on the first rank only."""
         if not self.deferred_init:
             return super().build_model(model)
-        with torch.device("meta"):
+        if self.rank > 0:
+            with torch.device("meta"):
+                return super().build_model(model)
+        with torch.random.fork_rng(devices=[]):  # since the other ranks draw nothing
             return super().build_model(model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -150,13 +154,18 @@ class FSDPStrategy(BaseStrategy):
                 "FSDPStrategy needs processes: start them by torchrun or launch()"
             )
         model = self.convert_model(model)
-        if not sharding.on_meta(model):
+        values = None
+        if self.deferred_init:
+            values = sharding.take_values(model)
+        else:
             model = self.place_model(model)
         if self.parallelize is not None:
             model = self.parallelize(model, self.mesh) or model
         if not isinstance(model, FSDPModule):
             sharding.check_parallelized(model)
-        return sharding.shard_model(model, mesh=self._data_mesh(), **self.sharding)
+        return sharding.shard_model(
+            model, mesh=self._data_mesh(), values=values, **self.sharding
+        )
 
     def _data_mesh(self) -> DeviceMesh:
         """The dimensions over which gradients are averaged and parameters sharded."""

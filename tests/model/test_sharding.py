@@ -22,6 +22,7 @@ from hooktrain.model.sharding import (
     checkpoint_activations,
     select_modules,
     shard_model,
+    take_values,
 )
 from hooktrain.utils.tensors import full_tensor, local_tensor
 from sharding_toys import (
@@ -67,7 +68,6 @@ def _on_two_ranks() -> dict[str, Any]:
         "deferred": [_deferred(*case) for case in DEFERRED],
         "after training": _deferred_and_trained(),
         "memory": _memory_of_deferred(),
-        "forgotten": _forgotten(),
     }
 
 
@@ -159,18 +159,29 @@ def _replicated() -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_sharded(mesh=mesh)
     rows = len(local_tensor(next(model.parameters())))
+    torch.manual_seed(dist.get_rank())
+    apart = nn.BatchNorm1d(3)
+    nn.init.normal_(apart.weight)
+    apart.running_mean.fill_(dist.get_rank())  # type: ignore[union-attr]
+    shard_model(apart, mesh=mesh)
     accumulated = make_sharded(mesh=mesh)
     train(accumulated, make_wrapper(accumulated, accumulative_counts=2), DATA)
     return [
         rows,
-        _deferred(make_model, {Block}, mesh=mesh),
+        _deferred(make_model, {Block}, {"mesh": mesh}),
+        [local_tensor(apart.weight).tolist(), apart.running_mean],
         full_state_dict(accumulated),
         *losses_of(model),
     ]
 
 
 def test_a_mesh_of_two_dimensions_replicates_what_it_shards(one: list[float]) -> None:
-    rows, initialised, accumulated, *losses = run_ranks(_replicated, 4)[0]
+    ranks = run_ranks(_replicated, 4)
+    rows, initialised, _, accumulated, *losses = ranks[0]
+    shards = [rank[2][0] for rank in ranks]
+    assert shards[0] == shards[2]
+    assert shards[1] == shards[3] != shards[0][:1]
+    assert [rank[2][1].tolist() for rank in ranks] == [[0] * 3, [1] * 3] * 2
     assert rows == 9
     assert equal(initialised, dict(make_model().state_dict()))
     assert losses == pytest.approx(one, abs=1e-5)
@@ -203,93 +214,68 @@ def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
         select_modules(model, "Block")  # type: ignore[arg-type]
 
 
-class Layers(nn.Module):
-    """torch's own layers, with buffers, and a parameter of the model itself."""
+class Parts(nn.Module):
+    """Layers with buffers, a shared weight, and values that only the constructor gives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 3, 3)
         self.norm = nn.BatchNorm2d(3)
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.embedding = nn.Embedding(5, 4, padding_idx=2)
-        self.token = nn.Parameter(torch.empty(3, 4))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.token, std=0.3)
-
-
-class Parts(nn.Module):
-    """Initialised by itself, in ways that DTensors do not have or do otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.embedding = nn.Embedding(7, 4, padding_idx=2)
-        self.square = nn.Linear(5, 5)
-        self.sparse = nn.Linear(4, 7, bias=False)
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
-        self.token = nn.Parameter(torch.empty(3, 4))
-        self.register_buffer("angles", torch.empty(3), persistent=False)
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        nn.init.orthogonal_(self.square.weight)
-        nn.init.sparse_(self.sparse.weight, 0.5)
-        self.embedding.weight.data.normal_(std=0.5)
-        self.embedding.weight.data[2].zero_()
-        self.token[1] = 3.0
-        self.token[2:].uniform_()
-        self.token[0].copy_(torch.randn(4))
-        self.square.bias.data.copy_(self.square.weight.data.sum(0))
-        self.sparse.weight += self.head.weight
-        for chunk in self.square.weight.chunk(2):
-            chunk.mul_(torch.rand(()))
-        self.angles = torch.arange(3.0)
+        self.token = nn.Parameter(torch.randn(3, 4))
+        self.register_buffer("angles", torch.rand(3), persistent=False)
 
 
-DEFERRED: list[tuple[Callable[[], nn.Module], Any, str | None]] = [
-    (Layers, {nn.Conv2d}, None),
-    (make_model, {Block}, None),
-    (Parts, (), None),
-    (Parts, (), "whole on each rank"),
+DEFERRED: list[tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = [
+    (make_model, {Block}, {}),
+    (Parts, {nn.Conv2d}, {}),
+    (Parts, (), {"offload": True}),
+    (Parts, (), {"mesh": "whole on each rank"}),
 ]
 
 
-def _deferred(build: Callable[[], nn.Module], wrap: Any, mesh: Any = None) -> Any:
-    if isinstance(mesh, str):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    with torch.device("meta"):
+def deferred(
+    build: Callable[[], nn.Module], wrap: Any, options: dict[str, Any]
+) -> nn.Module:
+    if options.get("mesh") == "whole on each rank":
+        names = ("replicate", "shard")
+        options = {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=names)}
+    torch.manual_seed(3)
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = build()
-    torch.manual_seed(3 if dist.get_rank() == 0 else 1000)
-    shard_model(model, wrap=wrap, mesh=mesh)
+    values = take_values(model)
+    return shard_model(model, wrap=wrap, values=values, **options)
+
+
+def _deferred(*case: Any) -> Any:
+    model: Any = deferred(*case)
+    if hasattr(model, "angles"):
+        assert model.head.weight is model.embedding.weight
+        return {**full_state_dict(model), "angles": model.angles}
     return full_state_dict(model)
 
 
 def _deferred_and_trained() -> bool:
-    with torch.device("meta"):
-        model = make_model()
-    torch.manual_seed(3)
-    return losses_of(shard_model(model, wrap={Block})) == losses_of(make_sharded())
+    return losses_of(deferred(*DEFERRED[0])) == losses_of(make_sharded())
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_a_model_on_the_meta_device_gets_the_weights_of_one_process(
+def test_a_model_on_the_meta_device_gets_the_values_of_the_first_rank(
     two: list[dict[str, Any]], case: int
 ) -> None:
     torch.manual_seed(3)
-    assert equal(two[0]["deferred"][case], dict(DEFERRED[case][0]().state_dict()))
+    whole: Any = DEFERRED[case][0]()
+    expected = dict(whole.state_dict())
+    if case > 0:
+        expected["angles"] = whole.angles
+        assert torch.equal(two[1]["deferred"][case]["angles"], whole.angles)
+    assert equal(two[0]["deferred"][case], expected)
     assert two[0]["after training"]
 
 
 MATRICES = 16
-
-
-class Stack(nn.Sequential):
-    def init_weights(self) -> None:
-        for layer in self:
-            nn.init.trunc_normal_(layer.weight)
 
 
 class Memory(TorchDispatchMode):
@@ -315,45 +301,14 @@ class Memory(TorchDispatchMode):
 
 def _memory_of_deferred() -> float:
     """The most that was allocated at a time, in matrices of the model."""
-    with torch.device("meta"):
-        model = Stack(*(nn.Linear(64, 64, bias=False) for _ in range(MATRICES)))
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(MATRICES)]
+    model = nn.Sequential(*layers)
+    values = take_values(model)
     with Memory() as memory:
-        shard_model(model)
+        shard_model(model, values=values)
     return memory.most / (4 * 64 * 64)
 
 
-def test_a_deferred_model_is_whole_on_no_rank(two: list[dict[str, Any]]) -> None:
+def test_a_deferred_model_is_whole_on_no_device(two: list[dict[str, Any]]) -> None:
     for result in two:
         assert MATRICES / 2 <= result["memory"] < MATRICES - 1
-
-
-class Forgotten(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2)
-        self.second = nn.Module()
-        self.second.register_buffer("table", torch.arange(3), persistent=False)
-        self.scale = nn.Parameter(torch.ones(1))
-
-
-class HalfForgotten(Forgotten):
-    def init_weights(self) -> None:
-        self.scale.data.fill_(1.0)
-
-
-def _forgotten() -> list[str]:
-    messages = []
-    for build in (Forgotten, HalfForgotten):
-        with torch.device("meta"):
-            model = build()
-        with pytest.raises(ValueError, match="init_weights") as caught:
-            shard_model(model)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_what_no_method_has_initialised_is_named(two: list[dict[str, Any]]) -> None:
-    for result in two:
-        both, table = result["forgotten"]
-        assert both.endswith("['scale', 'second.table']")
-        assert table.endswith("['second.table']")

@@ -37,7 +37,7 @@ def _compiled_blocks() -> tuple[list[float], int]:
 def _deferred() -> Any:
     model = make_strategy(FSDPStrategy, deferred_init=True).prepare(CONFIG)
     assert isinstance(model, FSDPModule)
-    return full_tensor(model.head.weight)
+    return full_tensor(model.head.weight), torch.rand(3)
 
 
 PLACES = torch.linspace(-1, 1, 24).view(2, 6, 2)
@@ -85,10 +85,6 @@ def _replicated() -> Any:
     return part, rows, train(model, make_wrapper(model), DATA[:4])
 
 
-def divide_head(model: nn.Module, mesh: DeviceMesh) -> None:
-    parallelize_module(model, mesh["tensor"], {"head": ColwiseParallel()})
-
-
 def divide_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh["tensor"], {"fc": ColwiseParallel()})
 
@@ -112,10 +108,7 @@ def _refused() -> None:
         ("{'pipeline': 2}", Mean(), {"pipeline": 2}, None),
     ]
     if meshes_work:
-        cases += [
-            (r"embedding\.weight", make_model(), {"tensor": 2}, divide_head),
-            (r"fc\.weight", Mean(), {"tensor": 2}, divide_rows),
-        ]
+        cases += [(r"fc\.weight", Mean(), {"tensor": 2}, divide_rows)]
     for message, model, mesh, parallelize in cases:
         strategy = FSDPStrategy(device="cpu", mesh=mesh, parallelize=parallelize)
         with pytest.raises(ValueError, match=message):
@@ -127,7 +120,7 @@ def _on_two_ranks() -> dict[str, Any]:
         "plain": _losses(),
         "compiled": _losses(compile={"backend": "eager"}),
         "blocks": _compiled_blocks(),
-        "deferred": _deferred(),
+        **dict(zip(("deferred", "drawn"), _deferred(), strict=True)),
         "context": _context() if meshes_work else None,
         "replicated": _replicated(),
         "own": _own(),
@@ -154,11 +147,12 @@ def test_a_compiled_model_learns_the_same(two: list[dict[str, Any]]) -> None:
     assert graphs > 0
 
 
-def test_a_deferred_model_is_sharded_before_it_has_weights(
+def test_a_deferred_model_has_the_weights_of_one_process(
     two: list[dict[str, Any]],
 ) -> None:
-    weight = two[0]["deferred"]
-    assert weight.std().item() == pytest.approx(0.02, rel=0.3)
+    assert torch.equal(two[0]["deferred"], make_model().head.weight)
+    # Building it leaves all ranks with the same random numbers.
+    assert torch.equal(two[0]["drawn"], two[1]["drawn"])
 
 
 @needs_meshes

@@ -263,7 +263,7 @@ class BaseStrategy(strategy.BaseStrategy):
         """Call the model's ``init_weights``, if it has one that was not called yet.
 
         ``init_weights_for_test_or_val=False`` in ``dispatch_kwargs`` leaves it out. A model
-        on the meta device is initialised where it gets its memory.
+        on the meta device has no values to initialise.
         """
         if not on_meta(model):
             self._init_model_weights(model)
