@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 # How often each parameter was changed, and the rates of the groups.
 Version: TypeAlias = tuple[list[int], list[float]]
 
-# The optimizers whose settings a hook changes.
-scheduled: WeakSet[Optimizer] = WeakSet()
+# The optimizers whose settings a hook changes, and the rates that its last run has left.
+scheduled: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()
 
 
 def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:

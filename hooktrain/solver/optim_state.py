@@ -136,8 +136,8 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
         groups.append({**settings, "params": members})
     if changes:
         logger.warning(
-            "The optimizer's settings are those of the checkpoint: %s. For yours, %s, and "
-            "without the hooks where a schedule moves them",
+            "The optimizer's settings are those of the checkpoint: %s. For your lr resume without "
+            "the hooks, as in docs/guide.md; for other settings of yours %s",
             ", ".join(dict.fromkeys(changes)),
             WITHOUT_OPTIMIZER,
         )
@@ -145,15 +145,16 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
 
 
 def without_schedules(state: State) -> dict[str, Any]:
-    """An optimizer's state, or several by name, without the settings that were scheduled.
+    """An optimizer's state, or several by name, without ``lr`` and other scheduled settings.
 
-    Loaded, it leaves these (``lr`` for most) as they are.
+    Loaded, it leaves these as they are.
     """
     if "param_groups" not in state:
         return {name: without_schedules(one) for name, one in state.items()}
     groups = []
     for group in state["param_groups"]:
         kept = dict(group)
+        kept.pop("lr", None)  # it may have been set without a schedule
         for key in group:
             if key.startswith("initial_"):
                 del kept[key]

@@ -36,8 +36,7 @@ class LRScheduler(HookBase):
             recorded as ``<name>.lr``, get each the same multiplier, or their own from a dict of
             either by name. None takes ``trainer.scheduler``.
         metric: for :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, the result that it watches.
-            It steps after each evaluation. After one that no update follows, it steps when a
-            resumed run goes on.
+            It steps after each evaluation.
         by_epoch: whether schedulers of torch count epochs, not iterations. The log says which.
 
     Raises:
@@ -68,8 +67,6 @@ class LRScheduler(HookBase):
         self._by_epoch = by_epoch
         # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
-        # Watched results that no update has followed yet.
-        self._unused: dict[str, float] = {}
         self._loaded: Mapping[str, Any] = {}  # and not given to them yet
 
     def before_train(self) -> None:
@@ -78,7 +75,8 @@ class LRScheduler(HookBase):
         self._recorded: list[Any] = []  # names, and the groups whose rates have them
         self._steps: list[Any] = []  # periods, and the schedules that step then
         self._watched: list[Any] = []  # results, and the functions that get them
-        self._driven: list[Any] = []  # rates, and the schedules that set them
+        # The schedules by the optimizer and the name of the setting that they change.
+        self._driven: dict[tuple[Optimizer, str], list[Any]] = {}
         self._last_rates: list[Any] = []  # those that the last step left
         self._schedulers = {}
         optimizers = self._optimizers()
@@ -87,7 +85,6 @@ class LRScheduler(HookBase):
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
-        self._refuse_twice()
         self._to_watch = 0
         if self._driven:
             # An epoch is enough to see whether others step, too; then a step costs less.
@@ -100,15 +97,9 @@ class LRScheduler(HookBase):
             for name, states in _saved_schedulers(self._loaded).items():
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
                     schedule.load_state_dict(state)
-            self._unused = dict(self._loaded.get("unused_results", {}))
             self._loaded = {}
-        for metric, step in self._watched:
+        for metric, _ in self._watched:
             tell_without_evaluation(self, metric)
-            if (
-                metric in self._unused
-                and self.trainer.start_iter < self.trainer.max_iter
-            ):
-                step(self._unused.pop(metric))
 
     def _optimizers(self) -> Mapping[str, Any]:
         """The optimizers by name, in wrappers or not; the only one has the name ``""``."""
@@ -143,6 +134,8 @@ class LRScheduler(HookBase):
             )
         if isinstance(scheduler, ParamScheduler):
             _warn_of_rates(scheduler, optimizer)
+            if not self._loaded:
+                _warn_of_new_rates(optimizer)
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
             last = self.trainer.iter - 1
@@ -154,10 +147,9 @@ class LRScheduler(HookBase):
                     "hooks.LRScheduler(scheduler=..., metric='val_loss')"
                 )
             self.watch(self._metric, scheduler.step)
-        elif isinstance(scheduler, LRMultiplier):
-            self.step_every(scheduler, by_epoch=False)
         else:
-            period = self.step_every(scheduler, self._by_epoch)
+            is_multiplier = isinstance(scheduler, LRMultiplier)
+            period = self.step_every(scheduler, self._by_epoch and not is_multiplier)
             steps = (self.trainer.max_iter - self.trainer.start_iter) // period
             if getattr(scheduler, "total_steps", steps) < steps:
                 raise ValueError(
@@ -174,12 +166,18 @@ class LRScheduler(HookBase):
         """Note which setting of which optimizer a schedule changes.
 
         Raises:
-            ValueError: if the schedule was made for another optimizer.
+            ValueError: if the schedule was made for another optimizer, or if a multiplier is not
+                the only one.
         """
         if _unwrapped(scheduler.optimizer) is not optimizer:
             raise ValueError(f"{scheduler!r} is made for another optimizer")
-        scheduled.add(optimizer)
-        self._driven.append(((optimizer, key), scheduler))
+        scheduled.setdefault(optimizer, [])
+        driven = self._driven.setdefault((optimizer, key), [])
+        driven.append(scheduler)
+        if len(driven) > 1 and any(isinstance(each, LRMultiplier) for each in driven):
+            raise ValueError(
+                f"a multiplier sets {key} alone: give one schedule, not {self.scheduler!r}"
+            )
 
     def watch(self, metric: str, step: Callable[[float], Any]) -> None:
         """Call a function with the value of a result after each evaluation."""
@@ -204,20 +202,6 @@ class LRScheduler(HookBase):
         self._steps.append((Period("1 epoch" if by_epoch else 1), scheduler))
         return period
 
-    def _refuse_twice(self) -> None:
-        """Refuse a rate with a multiplier and another schedule, and a schedule that steps twice."""
-        driven = [
-            each for hook in self.trainer.hooks for each in getattr(hook, "_driven", [])
-        ]
-        rates = [rate for rate, _ in driven]
-        for rate, schedule in driven:
-            is_set_twice = isinstance(schedule, LRMultiplier) and rates.count(rate) > 1
-            if is_set_twice or driven.count((rate, schedule)) > 1:
-                raise ValueError(
-                    "a rate has a multiplier and another schedule, or one twice: give "
-                    f"one, not {self.scheduler!r} (are hooks registered twice?)"
-                )
-
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
         if self._to_watch and self._last_rates not in ([], self._rates()):
@@ -241,13 +225,10 @@ class LRScheduler(HookBase):
             self._storage.put_scalar(name, group["lr"], smoothing_hint=False)
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
-        """Step what watches a result, unless no update follows in this run."""
-        is_over = self.trainer.is_last or self.trainer.succeeded
+        """Step what watches a result."""
         for metric, step in self._watched:
             value = find_result(self.trainer, metric, results)
-            if value is not None and is_over:
-                self._unused[metric] = value
-            elif value is not None:
+            if value is not None:
                 step(value)
         if self._to_watch:
             self._last_rates = self._rates()
@@ -257,6 +238,11 @@ class LRScheduler(HookBase):
         # A rate that is a tensor stays the same object, so nothing waits for its value.
         rates = [group["lr"] for _, group in self._recorded]
         return rates + [getattr(each, "last_epoch", 0) for _, each in self._steps]
+
+    def after_train(self) -> None:
+        """Note the rates, so that the next run sees whether they were set meanwhile."""
+        for optimizer, _ in self._driven:
+            scheduled[optimizer] = _rates_of(optimizer)
 
     @staticmethod
     def get_best_param_group_id(optimizer: Optimizer) -> int:
@@ -277,7 +263,7 @@ class LRScheduler(HookBase):
         states = {}
         for name, schedulers in self._schedulers.items():
             states[name] = [scheduler.state_dict() for scheduler in schedulers]
-        return {"schedulers": states, "unused_results": dict(self._unused)}
+        return {"schedulers": states}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the state of other schedulers."""
@@ -319,4 +305,21 @@ def _warn_of_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
             rate,
             highest,
             rate * highest,
+        )
+
+
+def _rates_of(optimizer: Optimizer) -> list[float]:
+    # Host-device synchronisation, where rates are tensors: twice in a run.
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _warn_of_new_rates(optimizer: Optimizer) -> None:
+    """Warn of rates that were set after the last run, and that a multiplier does not see."""
+    left = scheduled.get(optimizer, [])
+    rates = _rates_of(optimizer)[: len(left)]
+    if rates != left:
+        logger.warning(
+            "lr was set to %s after the last run, and is not used: the schedule multiplies "
+            "group['initial_lr'], so set that of each group too",
+            rates,
         )

@@ -1,5 +1,6 @@
 """The hook that steps schedules of each family, in lists, and for several optimizers."""
 
+import copy
 import logging
 import re
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_a_plateau_judges_results_and_no_metric_of_the_training() -> None:
     assert recorded(trainer) == [1.0] * 4 + [0.25] * 2
 
 
-def test_a_plateau_steps_after_the_last_update_only_when_the_run_goes_on() -> None:
+def test_a_plateau_sees_the_last_evaluation_of_a_run_that_is_extended() -> None:
     def make() -> Any:
         trainer = linear_trainer(measure({1: 1.0, 3: 1.0, 5: 1.0}), lr=1.0)
         plateau = ReduceLROnPlateau(trainer.optimizer, factor=0.25, patience=0)
@@ -130,10 +131,7 @@ def test_a_plateau_steps_after_the_last_update_only_when_the_run_goes_on() -> No
     whole, first, second = make(), make(), make()
     whole.train(0, 8)
     first.train(0, 4)
-    assert first.optimizer.param_groups[0]["lr"] == 1.0
     second.load_state_dict(first.state_dict())
-    second.train(max_iter=4)  # nothing is left to train
-    assert second.optimizer.param_groups[0]["lr"] == 1.0
     second.train(max_iter=8)
     assert recorded(second) == recorded(whole)
     assert recorded(whole) == [1.0] * 4 + [0.25] * 2 + [0.0625] * 2
@@ -250,14 +248,52 @@ def test_a_scheduler_of_an_optimizer_that_was_replaced_is_refused() -> None:
         trainer.train(0, 2)
 
 
-def test_a_rate_with_two_schedules_is_refused() -> None:
-    schedule = LinearParamScheduler(1.0, 0.0)
-    for hooks in (
-        [LRScheduler(scheduler=schedule), LRScheduler(scheduler=schedule)],
-        [LRScheduler(scheduler=[schedule, ConstantParamScheduler(1.0)])],
-    ):
-        with pytest.raises(ValueError, match="multiplier"):
-            linear_trainer(*hooks).train(0, 2)
+def test_a_multiplier_beside_another_schedule_is_refused() -> None:
+    schedules = [LinearParamScheduler(1.0, 0.0), ConstantParamScheduler(1.0)]
+    with pytest.raises(ValueError, match="multiplier sets lr alone"):
+        linear_trainer(LRScheduler(scheduler=schedules)).train(0, 2)
+
+
+def test_a_schedule_that_two_hooks_step_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    schedule = StepLR(trainer.optimizer, 9)
+    trainer.register_hooks([LRScheduler(scheduler=schedule) for _ in range(2)])
+    trainer.train(0, 2)
+    assert "step the scheduler too?" in caplog.text
+
+
+@pytest.mark.parametrize("start", ["next run", "second stage"])
+def test_a_rate_that_was_set_between_two_runs_is_told_with_the_one_that_counts(
+    start: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = LinearParamScheduler(1.0, 0.5)
+    trainer = linear_trainer(LRScheduler(scheduler=schedule))
+    trainer.train(0, 2)
+    optimizer = trainer.optimizer
+    if start == "second stage":
+        hook = LRScheduler(scheduler=schedule)
+        trainer = SimpleTrainer(trainer.model, trainer.data_loader, optimizer)
+        trainer.register_hooks([hook])
+    trainer.train(max_iter=4)
+    assert caplog.text == ""  # the rate that a run has left is no mistake
+    optimizer.param_groups[0]["lr"] = 0.001
+    trainer.train(max_iter=8)
+    assert "lr was set to [0.001]" in caplog.text
+    assert caplog.text.count("initial_lr") == 1
+
+
+def test_the_rate_that_a_checkpoint_loads_after_a_run_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.5)))
+    trainer.train(0, 2)
+    state = copy.deepcopy(trainer.state_dict())
+    trainer.train(max_iter=4)
+    trainer.load_state_dict(state)
+    trainer.train(max_iter=4)
+    assert caplog.text == ""
 
 
 def make_of_groups(split: bool) -> SimpleTrainer:
