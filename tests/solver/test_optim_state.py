@@ -333,14 +333,14 @@ def test_settings_that_the_checkpoint_overrules_are_told(changes: Changes) -> No
 
     assert rate_after_loading(0.5) == 0.1
     [told] = changes()
-    assert "those of the checkpoint: lr is 0.1, not 0.5. For yours, resume wi" in told
+    assert "those of the checkpoint: lr is 0.1, not 0.5. For your lr resume" in told
     # A rate that a schedule moves is compared by where it began.
     old.param_groups[0].update(initial_lr=0.1, lr=0.003)
     assert rate_after_loading(0.1) == rate_after_loading(0.2) == 0.003
     # One that begins with a warm-up has moved it already.
     assert rate_after_loading(0.001, initial_lr=0.1) == 0.003
     assert rate_after_loading(0.1, initial_lr=0.3) == 0.003
-    _, *told = (text.partition(". For yours")[0] for text in changes())
+    _, *told = (text.partition(". For your lr")[0] for text in changes())
     assert [text.partition("initial_lr ")[2] for text in told] == [
         "is 0.1, not 0.2",
         "is 0.1, not 0.3",

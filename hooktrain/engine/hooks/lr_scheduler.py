@@ -75,8 +75,8 @@ class LRScheduler(HookBase):
         self._recorded: list[Any] = []  # names, and the groups whose rates have them
         self._steps: list[Any] = []  # periods, and the schedules that step then
         self._watched: list[Any] = []  # results, and the functions that get them
-        # The schedules by the optimizer and the name of the setting that they change.
-        self._driven: dict[tuple[Optimizer, str], list[Any]] = {}
+        # Optimizers and the names of their settings, and the schedules that change them.
+        self._driven: list[Any] = []
         self._last_rates: list[Any] = []  # those that the last step left
         self._schedulers = {}
         optimizers = self._optimizers()
@@ -172,11 +172,18 @@ class LRScheduler(HookBase):
         if _unwrapped(scheduler.optimizer) is not optimizer:
             raise ValueError(f"{scheduler!r} is made for another optimizer")
         scheduled.setdefault(optimizer, [])
-        driven = self._driven.setdefault((optimizer, key), [])
-        driven.append(scheduler)
-        if len(driven) > 1 and any(isinstance(each, LRMultiplier) for each in driven):
+        self._driven.append(((optimizer, key), scheduler))
+        schedules = [
+            each
+            for hook in self.trainer.hooks
+            for setting, each in getattr(hook, "_driven", ())
+            if setting == (optimizer, key)
+        ]
+        is_multiplied = any(isinstance(each, LRMultiplier) for each in schedules)
+        if is_multiplied and len(schedules) > 1:
             raise ValueError(
-                f"a multiplier sets {key} alone: give one schedule, not {self.scheduler!r}"
+                f"a multiplier sets {key} alone: give one schedule, not {self.scheduler!r} (are "
+                "hooks registered twice?)"
             )
 
     def watch(self, metric: str, step: Callable[[float], Any]) -> None:
@@ -241,7 +248,7 @@ class LRScheduler(HookBase):
 
     def after_train(self) -> None:
         """Note the rates, so that the next run sees whether they were set meanwhile."""
-        for optimizer, _ in self._driven:
+        for (optimizer, _), _ in self._driven:
             scheduled[optimizer] = _rates_of(optimizer)
 
     @staticmethod
