@@ -2,6 +2,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 from hooktrain.evaluation import flatten_results_dict, print_csv_format, verify_results
 
@@ -28,16 +29,16 @@ def test_nested_results_get_keys_with_slashes() -> None:
 def test_results_are_printed_as_rows_to_paste(caplog: pytest.LogCaptureFixture) -> None:
     box = {
         "AP-person": 40.123456,
-        "AR": 7,
+        "AR": torch.tensor(7),
         "note": "n/a",
-        "none": None,
         "deep": {"er": 1},
     }
     assert printed(caplog, {"bbox": box, "seconds": 3}) == [
+        "Results that are not a number are left out: ['note']",
         "copypaste: Task: bbox",
-        "copypaste: AP-person,AR,note,none,deep/er",
-        "copypaste: 40.1235,7.0000,n/a,None,1.0000",
-        "copypaste: seconds=3.0000",
+        "copypaste: AP-person,AR,deep/er",
+        "copypaste: 40.1235,7.0000,1.0000",
+        "copypaste: seconds=3",
     ]
 
 
@@ -68,12 +69,14 @@ def test_all_failures_are_listed_in_one_error() -> None:
         ("zzz", "metric", 1.0, 1.0),
         ("a", "x", 1.0, 0.0),
     ]
-    with pytest.raises(ValueError, match="not as expected") as error:
+    with pytest.raises(ValueError, match="a/x") as error:
         verify_results(expected, results)
-    assert str(error.value).splitlines()[1:-1] == [
-        "- a/x is 1.0, expected 2.0 with a tolerance of 0.5",
-        "- a/nan is nan, expected 1.0 with a tolerance of 100.0",
-        "- a/inf is inf, expected inf with a tolerance of inf",
-        "- a/na is missing",
-        "- zzz/metric is missing",
+    failures = [
+        "a/x is not 2.0 within 0.5",
+        "a/nan is not 1.0 within 100.0",
+        "a/inf is not inf within inf",
+        "a/na is not 1.0 within 1.0",
+        "zzz/metric is not 1.0 within 1.0",
     ]
+    assert str(failures) in str(error.value)
+    assert "{'a/x': 1.0, 'a/nan': nan, 'a/inf': inf}" in str(error.value)
