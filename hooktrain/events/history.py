@@ -17,8 +17,9 @@ _MAX_SAVED = 1000  # values of a metric in a checkpoint
 class HistoryBuffer:
     """The last values of a metric, and the mean of all its values.
 
-    The median and the mean of a window are NaN while one of its values is NaN. The global average
-    is that of the finite values only, so one NaN does not spoil it for good.
+    A window has so many iterations and ends with the last value's. Its median and mean are NaN
+    while one of its values is NaN. The global average is that of the finite values only, so one NaN
+    does not spoil it for good.
 
     Args:
         max_length: how many values to keep, at least 1. The oldest are dropped.
@@ -26,7 +27,9 @@ class HistoryBuffer:
     Attributes:
         count: how many values were ever added.
         smoothing_hint: whether writers should show the median of the last iterations.
-        is_result: whether these are results of evaluations, of which writers show each.
+        reproducible: whether a resumed run computes the same values again.
+        result: the name that evaluations give these results, of which writers show each; "" for a
+            metric of the training.
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
         written: by the name of a writer, how many values it has written.
@@ -37,7 +40,8 @@ class HistoryBuffer:
     def __init__(self, max_length: int = 10_000) -> None:
         self._data: deque[Entry] = deque(maxlen=max_length)
         self.smoothing_hint = True
-        self.is_result = False
+        self.reproducible = True
+        self.result = ""
         self.pending: list[tuple[Any, int]] = []
         self.count = 0
         self._finite_count = 0
@@ -78,13 +82,20 @@ class HistoryBuffer:
         """
         return self._data[-1][0]
 
+    def recent(self, window_size: int) -> list[float]:
+        """The values of a window."""
+        _, last = self._data[-1]
+        return [value for value, _ in self.since(last - window_size + 1)]
+
     def median(self, window_size: int) -> float:
-        """The median of the last ``window_size`` values; NaN if one of them is NaN."""
-        return median(_values(self.tail(window_size)))
+        """The median of a window; NaN if one of its values is NaN."""
+        values = self.recent(window_size)
+        return nan if any(map(isnan, values)) else statistics.median(values)
 
     def avg(self, window_size: int) -> float:
-        """The mean of the last ``window_size`` values."""
-        return mean(_values(self.tail(window_size)))
+        """The mean of a window."""
+        values = self.recent(window_size)
+        return sum(values) / len(values)
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added; NaN if there are none."""
@@ -96,9 +107,9 @@ class HistoryBuffer:
         """The values that are kept, as pairs (value, iteration), the oldest first."""
         return list(self._data)
 
-    def tail(self, window_size: int) -> list[Entry]:
-        """The last ``window_size`` pairs (value, iteration), the oldest first."""
-        newest = list(islice(reversed(self._data), window_size))
+    def tail(self, count: int) -> list[Entry]:
+        """The last pairs (value, iteration), so many of them, the oldest first."""
+        newest = list(islice(reversed(self._data), count))
         newest.reverse()
         return newest
 
@@ -111,12 +122,6 @@ class HistoryBuffer:
             newest_first.append(entry)
         return newest_first[::-1]
 
-    def recent(self, window_size: int) -> list[float]:
-        """The values of the ``window_size`` iterations that end with the last value's."""
-        _, last = self._data[-1]
-        entries = self.since(last - window_size + 1)
-        return _values(entries)
-
     def state_dict(self) -> dict[str, Any]:
         """The last 1000 values, and the count and sum of the global average.
 
@@ -125,11 +130,14 @@ class HistoryBuffer:
             ``written`` is a dict, the other items are plain numbers.
         """
         entries = self.tail(_MAX_SAVED)
+        values = [value for value, _ in entries]
         iterations = [iteration for _, iteration in entries]
         return {
-            "values": torch.tensor(_values(entries), dtype=torch.float64),
+            "values": torch.tensor(values, dtype=torch.float64),
             "iterations": torch.tensor(iterations, dtype=torch.int64),
             "smoothing_hint": self.smoothing_hint,
+            "reproducible": self.reproducible,
+            "result": self.result,
             "count": self.count,
             "non_finite_count": self.count - self._finite_count,
             "finite_sum": self._finite_sum,
@@ -145,23 +153,9 @@ class HistoryBuffer:
         entries = zip(values, iterations, strict=True)
         self._data = deque(entries, self._data.maxlen)
         self.smoothing_hint = state_dict["smoothing_hint"]
+        self.reproducible = state_dict.get("reproducible", True)
+        self.result = state_dict.get("result", "")
         self.count = state_dict["count"]
         self._finite_count = self.count - state_dict["non_finite_count"]
         self._finite_sum = state_dict["finite_sum"]
-        self.written = dict(state_dict.get("written", {}))
-
-
-def _values(entries: Sequence[Entry]) -> list[float]:
-    return [value for value, _ in entries]
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean of some values."""
-    return sum(values) / len(values)
-
-
-def median(values: Sequence[float]) -> float:
-    """The median of some values; NaN if one of them is NaN."""
-    if any(map(isnan, values)):
-        return nan
-    return statistics.median(values)
+        self.written = dict(state_dict["written"])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hooktrain.events.history import mean
+from hooktrain.events.history import HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
@@ -20,12 +20,17 @@ from hooktrain.utils.names import is_loss
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]  # a line of the file
+Row = dict[str, Any]
+Line = tuple[int, bytes, Row]  # where it ends, its text, what it holds
 
 _encoder = json.JSONEncoder(sort_keys=True)
 
-# Metrics with such names depend on the machine.
-_OF_THE_MACHINE = re.compile("time|second|speed|mem|mfu|util")
+# A metric with one of these words in its name is a measurement of the machine.
+_OF_THE_MACHINE = re.compile(
+    "(?<![a-z])(times?|seconds?|secs?|s|ms|speed|fps|latency|throughput|mem|memory|mfu|util)"
+    "(?![a-z])",
+    re.IGNORECASE,
+)
 
 _CUT = "Rows of %s newer than the checkpoint, cut, computed again and compared: %d"
 _EXACT = "Resumed exactly: %d rows computed again are equal"
@@ -47,8 +52,9 @@ class JSONWriter(ScalarWriter):
 
     A resume proves itself: the lines that :meth:`rewind` cuts are compared, value by value, with
     those that are computed and written again, and the log has the verdict. A small change of a
-    weight leaves medians as they are, and ``mean_loss`` shows it. Metrics whose names say that they
-    are times, speeds or memory are not compared.
+    weight leaves medians as they are, and ``mean_loss`` shows it. Measurements of the machine are
+    not compared: what was put with ``reproducible=False``, and names with a word such as
+    ``time``, ``seconds``, ``fps`` or ``memory``.
 
     Args:
         json_file: the file.
@@ -73,19 +79,23 @@ class JSONWriter(ScalarWriter):
             OSError: if the disk is full or fails.
         """
         rows: list[Row] = []
+        histories = storage.histories()
         for iteration, metrics in scalars.items():
             row = {**metrics, "iteration": iteration}
-            first = next(filter(is_loss, metrics), "")
-            if storage.smoothing_hints().get(first) and "mean_loss" not in metrics:
-                history = storage.history(first)
-                row["mean_loss"] = mean(history.recent(self._window_size))
+            losses = [
+                histories[name]
+                for name in metrics
+                if is_loss(name) and histories[name].smoothing_hint
+            ]
+            if losses and "mean_loss" not in metrics:
+                row["mean_loss"] = losses[0].avg(self._window_size)
             rows.append(row)
         if rows:
             text = "".join(map(_encode, rows))
             size = self._append(text.encode())
             storage.file_sizes[self.name] = size
         for row in rows:
-            self._compare(row)
+            self._compare(row, storage)
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
@@ -116,35 +126,29 @@ class JSONWriter(ScalarWriter):
 
         Raises:
             RuntimeError: if another run is using the folder.
-            ValueError: if another writer of this run writes to the file.
+            ValueError: if another writer of this run writes to a file of this name.
         """
-        storage = get_event_storage()
-        path = str(self._path.resolve())
-        if storage.take_name(path, self) != path:
-            raise ValueError(f"two writers of {path!r}: are hooks registered twice?")
+        super().rewind(iteration)
+        if self.name != self._kind:
+            raise ValueError(
+                f"two writers of {self._kind!r}: are hooks registered twice? Two files need two "
+                "names, also in two folders"
+            )
         if not comm.is_main_process():
             return
-        # A second file of the same name has kept what the run calls it.
-        key = f"the name of {path}"
-        self._kind = storage.info.get(key, self._path.name)
-        super().rewind(iteration)
-        if self.name != self._path.name:
-            storage.info[key] = self.name
+        storage = get_event_storage()
         data = b""
         if self._path.exists():
             lock_folder(self._path.parent)  # the lines may be another run's
             data = self._path.read_bytes()
         size = storage.file_sizes.get(self.name, len(data))
-        size = self._with_late_write(data, size, iteration - 1)
+        lines = [*_read_lines(self._path, data)]
+        size = self._with_late_row(lines, size, iteration - 1)
         self.cut.clear()
         kept = []
-        last = -1
-        for end, text, line in _read_lines(self._path, data):
-            at = line["iteration"]
-            if at < iteration and end <= size:
-                text = text.rstrip() + b"\n"
-                kept.append(text)
-                last = max(last, at)
+        for end, text, line in lines:
+            if line["iteration"] < iteration and end <= size:
+                kept.append(text.rstrip() + b"\n")
             elif iteration > 0:  # it is a resume
                 self.cut.append(line)
         if iteration > 0:
@@ -155,30 +159,28 @@ class JSONWriter(ScalarWriter):
                 file.write(whole)
         storage.file_sizes[self.name] = len(whole)
         if len(data) < size:
-            lost = "METRICS ARE LOST: %s has %d of %d bytes, nothing after iteration %d"
-            logger.error(lost, self._path, len(data), size, last)
+            lost = "METRICS ARE LOST: %s has %d of %d bytes"
+            logger.error(lost, self._path, len(data), size)
+
+    def _with_late_row(self, lines: list[Line], size: int, iteration: int) -> int:
+        """The saved size, with the row of the saved iteration if it was written after the save.
+
+        This happens if a checkpointer comes before the writers.
+        """
+        storage = get_event_storage()
+        found = self.new_scalars(storage).get(iteration)
+        for end, _, row in lines:
+            is_late = end > size and row["iteration"] == iteration
+            if is_late and found and found.items() <= row.items():
+                self.mark_written(storage)
+                return end
+        return size
 
     def run_files(self) -> list[Path]:
         """The file."""
         return [self._path]
 
-    def _with_late_write(self, data: bytes, size: int, iteration: int) -> int:
-        """The saved size, and the line of the saved iteration if it was written after the save.
-
-        This happens where a checkpointer comes before the writers.
-        """
-        storage = get_event_storage()
-        found = self.new_scalars(storage)
-        if iteration not in found:
-            return size
-        wanted = {**found[iteration], "iteration": iteration}
-        for end, _, line in _read_lines(self._path, data[size:]):
-            if wanted.items() <= line.items():
-                self.mark_written(storage)
-                return size + end
-        return size
-
-    def _compare(self, row: Row) -> None:
+    def _compare(self, row: Row, storage: EventStorage) -> None:
         """Compare a row with the next one that a resume has cut: they come in the same order."""
         iteration = row["iteration"]
         while self.cut and self.cut[0]["iteration"] < iteration:
@@ -188,7 +190,7 @@ class JSONWriter(ScalarWriter):
         before = self.cut.popleft()
         for name, was in before.items():
             value = row.get(name, "missing")
-            if value != was and not _OF_THE_MACHINE.search(name):
+            if value != was and _is_reproducible(name, storage):
                 logger.warning(_NOT_EXACT, name, iteration, value, was, determinism())
                 self.cut.clear()
                 self._equal = 0
@@ -202,6 +204,11 @@ class JSONWriter(ScalarWriter):
         if self._equal:
             logger.info(_EXACT, self._equal)
         self._equal = 0
+
+
+def _is_reproducible(name: str, storage: EventStorage) -> bool:
+    history = storage.histories().get(name, HistoryBuffer())
+    return history.reproducible and not _OF_THE_MACHINE.search(name)
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[Row]:
@@ -230,8 +237,8 @@ def _encode(line: Row) -> str:
     return _encoder.encode(line) + "\n"
 
 
-def _read_lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, Row]]:
-    """The complete lines in the data of a file: where each ends, its text, and what it holds."""
+def _read_lines(path: Path, data: bytes) -> Iterator[Line]:
+    """The complete lines in the data of a file."""
     end = 0
     texts = data.splitlines(keepends=True)
     for number, text in enumerate(texts, 1):

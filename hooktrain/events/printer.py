@@ -87,13 +87,12 @@ class CommonMetricPrinter(ScalarWriter):
 
     def _eta(self, storage: EventStorage, end: int) -> list[str]:
         now = time.perf_counter()
-        first, since = self._first_write or (storage.iter, now)
-        self._first_write = (first, since)
-        done = storage.iter - first
-        if done == 0:
+        self._first_write = self._first_write or (storage.iter, now)
+        first, since = self._first_write
+        if storage.iter == first:
             return []
-        left = end - storage.iter - 1
-        seconds = (now - since) / done * left
+        mean = (now - since) / (storage.iter - first)
+        seconds = mean * (end - storage.iter - 1)
         storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
         return [f"eta: {pretty_seconds(seconds)}"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hooktrain.events import media
-from hooktrain.events.history import Entry, HistoryBuffer, median
+from hooktrain.events.history import Entry, HistoryBuffer
 from hooktrain.utils.names import did_you_mean
 
 Scalar = float | np.generic | media.Array  # with one element
@@ -21,12 +21,9 @@ Scalar = float | np.generic | media.Array  # with one element
 _MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
 _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
 
-_COLUMNS = ("iteration", "mean_loss")  # which JSONWriter adds to the metrics
-# A result of such a name gets another one, whether the training has the metric yet or not.
-_OF_THE_TRAINING = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
-
-# Metrics of the training that are not smoothed.
-_NOT_SMOOTHED = ("lr", "eta_seconds", "skipped_updates")
+# A result of such a name gets another one, whether the training has the metric yet or not: those
+# of the training, and what JSONWriter adds to a row.
+_RESERVED = ("total_loss", "time", "data_time", "lr", "iteration", "mean_loss")
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +87,6 @@ class EventStorage:
         self._owners: dict[str, object] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
-        self._results: dict[str, HistoryBuffer] = {}
-        self._told: dict[str, str] = {}  # other names of results, which the log has
         self._tensors: list[Tensor] = []  # those on a device, among the pending values
         # These are detectron2's names, which its users' writers read.
         self._vis_data: deque[media.Image] = deque(maxlen=_MAX_QUEUED)
@@ -103,6 +98,8 @@ class EventStorage:
         value: Scalar,
         smoothing_hint: bool = True,
         cur_iter: int | None = None,
+        *,
+        reproducible: bool = True,
     ) -> None:
         """Record a value of a metric.
 
@@ -112,6 +109,8 @@ class EventStorage:
             smoothing_hint: whether writers show medians, as of a noisy loss, or each value, as of
                 an evaluation. The first call for a metric decides.
             cur_iter: the iteration of the value; None is the current one.
+            reproducible: False for a measurement of the machine, such as a speed. A resumed run
+                gets another value, which is not compared. The first call for a metric decides.
 
         Raises:
             TypeError: if ``value`` is not one real number.
@@ -121,14 +120,10 @@ class EventStorage:
             value = self._read_scalar(name, value)
         name = self._current_prefix + name
         history = self._histories.get(name)
-        if history is None:
-            if name == "iteration":
-                raise ValueError(
-                    "no metric can be named 'iteration': rows have a field of that name"
-                )
-            history = HistoryBuffer()
+        if history is None or history.result:
+            history = self._new_history(name)
             history.smoothing_hint = bool(smoothing_hint)
-            self._histories[name] = history
+            history.reproducible = reproducible
         # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:
             cur_iter = self.iter
@@ -136,6 +131,32 @@ class EventStorage:
         pending.append((value, cur_iter))
         if len(pending) >= _MAX_PENDING:
             self._fetch_pending()
+
+    def _new_history(self, name: str) -> HistoryBuffer:
+        """Begin a metric of the training. A result that has its name gets another one."""
+        if name == "iteration":
+            raise ValueError(
+                "no metric can be named 'iteration': rows have a field of that name"
+            )
+        result = self._histories.pop(name, None)
+        history = self._histories[name] = HistoryBuffer()
+        if result is not None:
+            self._name_result(result)
+        return history
+
+    def _name_result(self, history: HistoryBuffer) -> None:
+        """Give results of evaluations a free name, and tell if it is not their own."""
+        name = history.result
+        while name in self._histories or name in _RESERVED:
+            name = f"eval/{name}"
+        self._histories[name] = history
+        if name != history.result:
+            logger.info(
+                "The result %r of the evaluation is recorded as %r, since the training has that "
+                "name",
+                history.result,
+                name,
+            )
 
     def put_scalars(
         self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any
@@ -151,13 +172,14 @@ class EventStorage:
             results: the numbers by name.
             iteration: the one whose weights were evaluated.
         """
+        known = self.results()
         for name, value in results.items():
-            if name not in self._results:
-                history = self._results[name] = HistoryBuffer()
+            if name not in known:
+                history = known[name] = HistoryBuffer()
                 history.smoothing_hint = False
-                history.is_result = True
-            self._results[name].update(value, iteration)
-        self._named()  # tells of other names
+                history.result = name
+                self._name_result(history)
+            known[name].update(value, iteration)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
         """Queue a copy of an image for the writers. This waits for the device of the image.
@@ -206,32 +228,14 @@ class EventStorage:
         return histories[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
-        """The values of all metrics by name; those of the training come first."""
+        """The values of all metrics by name."""
         self._fetch_pending()
-        return self._named()
-
-    def _named(self) -> dict[str, HistoryBuffer]:
-        """All metrics by name. Tells once of each result that has another name from now on."""
-        named = dict(self._histories)
-        for result, history in self._results.items():
-            name = result
-            while name in named or name in _OF_THE_TRAINING:
-                name = f"eval/{name}"
-            named[name] = history
-            if name != self._told.get(result, result):
-                self._told[result] = name
-                logger.log(
-                    logging.WARNING if result in _COLUMNS else logging.INFO,
-                    "The result %r of the evaluation is recorded as %r, since the training has "
-                    "that name",
-                    result,
-                    name,
-                )
-        return named
+        return self._histories
 
     def results(self) -> dict[str, HistoryBuffer]:
         """The values of the results of evaluations, by the names that the evaluations gave."""
-        return dict(self._results)
+        histories = self._histories.values()
+        return {h.result: h for h in histories if h.result}
 
     def latest(self) -> dict[str, Entry]:
         """By metric, the last value and its iteration."""
@@ -246,12 +250,11 @@ class EventStorage:
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
         """By metric, the last value, or the median of the last iterations if its hint says so."""
-        latest = {}
-        for name, history in self.histories().items():
-            ((value, iteration),) = history.tail(1)
+        latest = self.latest()
+        for name, history in self._histories.items():
             if history.smoothing_hint:
-                value = median(history.recent(window_size))
-            latest[name] = (value, iteration)
+                _, iteration = latest[name]
+                latest[name] = (history.median(window_size), iteration)
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
@@ -260,7 +263,7 @@ class EventStorage:
 
     def smoothing_hints(self) -> dict[str, bool]:
         """By metric, whether writers should smooth it."""
-        return {name: h.smoothing_hint for name, h in self._named().items()}
+        return {name: h.smoothing_hint for name, h in self._histories.items()}
 
     def clear_images(self) -> None:
         """Remove the images from the queue."""
@@ -317,31 +320,20 @@ class EventStorage:
         return {
             "iteration": self.iter,
             "metrics": {n: h.state_dict() for n, h in self._histories.items()},
-            "results": {n: h.state_dict() for n, h in self._results.items()},
             "file_sizes": dict(self.file_sizes),
             "info": dict(self.info),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace all metrics by those that :meth:`state_dict` returned."""
-        metrics = dict(state_dict["metrics"])
-        results = state_dict.get("results")
-        if results is None:  # of a revision that kept both in one dict
-            results = {
-                name: metrics.pop(name)
-                for name, state in state_dict["metrics"].items()
-                if not state["smoothing_hint"] and not name.endswith(_NOT_SMOOTHED)
-            }
-        self._histories = _loaded(metrics)
-        self._results = _loaded(results)
-        for history in self._results.values():
-            history.is_result = True
+        metrics = state_dict["metrics"]
+        self._histories = {name: _loaded(metrics[name]) for name in metrics}
+        # Earlier checkpoints have the results apart, by the names that the evaluations gave.
+        for name, state in state_dict.get("results", {}).items():
+            history = _loaded(state)
+            history.result = name
+            self._name_result(history)
         self.iter = state_dict["iteration"]
-        # Earlier revisions kept by reader and by metric how much is written.
-        named = self._named()
-        for reader, counts in state_dict.get("written_counts", {}).items():
-            for name in counts.keys() & named.keys():
-                named[name].written[reader] = counts[name]
         self.file_sizes = dict(state_dict["file_sizes"])
         self.info = dict(state_dict["info"])
 
@@ -386,9 +378,7 @@ class EventStorage:
         self._tensors.clear()
 
 
-def _loaded(states: Mapping[str, Any]) -> dict[str, HistoryBuffer]:
-    histories = {}
-    for name, state in states.items():
-        histories[name] = HistoryBuffer()
-        histories[name].load_state_dict(state)
-    return histories
+def _loaded(state: Mapping[str, Any]) -> HistoryBuffer:
+    history = HistoryBuffer()
+    history.load_state_dict(state)
+    return history

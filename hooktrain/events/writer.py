@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hooktrain.events.history import Entry, HistoryBuffer, mean, median
+from hooktrain.events.history import Entry, HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import AnyPath
@@ -110,10 +110,10 @@ def _new_entries(
 ) -> list[Entry]:
     if new_count > 0 and history.smoothing_hint:
         ((_, last),) = history.tail(1)
-        smooth = mean if name in TIMES else median
-        return [(smooth(history.recent(window_size)), last)]
+        smooth = history.avg if name in TIMES else history.median
+        return [(smooth(window_size), last)]
     new = history.tail(new_count)
-    if history.is_result:
+    if history.result:
         return new
     iterations = {iteration for _, iteration in new}
     return [entry for entry in new if entry[1] + 1 not in iterations]

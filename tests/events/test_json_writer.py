@@ -271,6 +271,62 @@ def test_a_metric_that_a_resumed_run_no_longer_writes_is_named(
     assert "quality of iteration 15 is 'missing', and was 3.0 before" in warning
 
 
+@pytest.mark.parametrize(
+    ("name", "reproducible", "is_compared"),
+    [
+        *(("sentiment/accuracy", True, True), ("memorised", True, True)),
+        *(("utility", True, True), ("timely_loss", True, True)),
+        *(("eval_time", True, False), ("tokens/s", True, False), ("FPS", True, False)),
+        *(("val/latency_ms", True, False), ("max_mem", True, False)),
+        *(("rate", True, True), ("rate", False, False)),
+    ],
+)
+def test_measurements_of_the_machine_are_not_compared(
+    name: str,
+    reproducible: bool,
+    is_compared: bool,
+    path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state: dict[str, Any] = {}
+    for value, start in ((1.0, 0), (2.0, 1)):
+        writer = JSONWriter(path)
+        with EventStorage() as storage, caplog.at_level(logging.INFO):
+            if start > 0:
+                storage.load_state_dict(state)
+            writer.rewind(start)
+            for storage.iter in range(start, 3):
+                storage.put_scalar(name, value, False, reproducible=reproducible)
+                writer.write()
+                if storage.iter == 0:
+                    state = storage.state_dict()
+        writer.close()
+    (verdict,) = [m for m in caplog.messages if "esumed exactly" in m]
+    assert verdict.startswith(f"Not resumed exactly: {name}") == is_compared
+
+
+@pytest.mark.parametrize("hint", [True, False])
+def test_the_mean_loss_is_that_of_the_first_loss_of_the_training(
+    hint: bool, path: Path
+) -> None:
+    with EventStorage() as storage:
+        storage.put_results({"val/loss": 7.0}, 0)
+        for value in (1.0, 2.0, 6.0):
+            storage.put_scalar("loss_a", value, hint)
+            storage.put_scalar("loss_b", 9.0, hint)
+        JSONWriter(path).write()
+    (row,) = lines(path)
+    assert row.get("mean_loss") == (3.0 if hint else None)
+
+
+def test_two_files_of_one_name_are_refused(path: Path) -> None:
+    with EventStorage():
+        JSONWriter(path).rewind(0)
+        JSONWriter(path.with_name("rows.json")).rewind(0)
+        with pytest.raises(ValueError, match=r"'metrics\.json'"):
+            JSONWriter(path.parent / "val" / "metrics.json").rewind(0)
+
+
 @pytest.mark.parametrize("stop", [40, 67])
 def test_what_was_written_right_after_a_save_stays(stop: int, path: Path) -> None:
     whole = path.with_name("whole.json")
@@ -294,11 +350,13 @@ def test_what_a_file_has_lost_is_left_out_and_named(
     storage.load_state_dict(state)
     run(path, 61, 80, storage)
     complete = before[: left or 0].splitlines(keepends=True)[:-1]
-    ends_at = json.loads(complete[-1])["iteration"] if complete else -1
     error = caplog.records[-1]
     assert error.levelname == "ERROR"
     assert error.message.startswith("METRICS ARE LOST")
-    assert error.message.endswith(f"nothing after iteration {ends_at}")
+    kept = len(before[: left or 0])
+    assert error.message.endswith(
+        f"has {kept} of {state['file_sizes'][path.name]} bytes"
+    )
     rest = lines(path)[len(complete) :]
     assert path.read_bytes().startswith(b"".join(complete))
     assert rest[0] == {"iteration": 62, "accuracy": 62.0}

@@ -48,6 +48,8 @@ def test_windows_of_iterations_end_at_the_last_value() -> None:
     for iteration in (0, 10, 10, 29):
         history.update(float(iteration), iteration)
     assert [len(history.recent(w)) for w in (1, 19, 20, 29, 30)] == [1, 1, 3, 3, 4]
+    assert [history.avg(w) for w in (19, 20, 30)] == [29.0, 49 / 3, 12.25]
+    assert [history.median(w) for w in (19, 20, 30)] == [29.0, 10.0, 10.0]
     assert history.since(10) == [(10.0, 10), (10.0, 10), (29.0, 29)]
     assert history.since(30) == []
     assert history.since(-1) == history.values()
@@ -280,24 +282,26 @@ def test_a_metric_that_comes_after_a_result_of_its_name_gives_that_another_one(
             )
             writer.write()
         assert caplog.messages == []
-        saved = storage.state_dict()
         for storage.iter in range(4, 6):
             storage.put_scalar("acc", storage.iter)
             storage.put_results({"acc": 10.0 + storage.iter}, storage.iter)
             writer.write()
+        loaded = EventStorage()
+        loaded.load_state_dict(storage.state_dict())
     rows = load_json_metrics(path)
     assert [row["acc"] for row in rows] == [10.0, 11.0, 12.0, 13.0, 4.0, 4.5]
-    assert [row["eval/acc"] for row in rows] == [20.0] * 4 + [14.0, 15.0]
+    assert [row.get("eval/acc") for row in rows] == [20.0] * 4 + [None] * 2
+    assert [row.get("eval/eval/acc") for row in rows] == [None] * 4 + [14.0, 15.0]
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert [i for i, row in enumerate(rows) if "eval/eval/acc" in row] == []
-    assert storage.history("eval/eval/acc").values() == [(20.0, i) for i in range(4)]
-    assert list(storage.results()) == ["acc", "eval/acc"]
-    first, second = caplog.messages
-    assert "'acc'" in first
-    assert "'eval/acc'" in first
-    assert "'eval/eval/acc'" in second
-    for name in ("acc", "eval/acc"):
-        assert saved["results"][name]["written"] == {"metrics.json": 4}
+    for each in (storage, loaded):
+        assert each.history("eval/acc").values() == [(20.0, i) for i in range(4)]
+        assert each.results().keys() == {"acc", "eval/acc"}
+        assert each.results()["acc"] is each.history("eval/eval/acc")
+        assert each.history("eval/eval/acc").latest() == 15.0
+        assert each.history("acc").latest() == 5.0
+    (message,) = caplog.messages
+    assert "'acc'" in message
+    assert "'eval/eval/acc'" in message
 
 
 # The state
@@ -325,29 +329,27 @@ def test_a_loaded_storage_gives_the_same_answers(
     assert loaded.history("loss").global_avg() == storage.history("loss").global_avg()
 
 
-def test_a_state_of_an_earlier_revision_has_the_counts_of_writers_and_both_kinds_in_one_dict(
-    tmp_path: Path,
-) -> None:
+def test_a_state_of_an_earlier_revision_has_results_apart(tmp_path: Path) -> None:
     path = tmp_path / "metrics.json"
     with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        storage.put_scalar("acc", 5.0, smoothing_hint=False)
-        storage.put_scalar("eta_seconds", 9.0, smoothing_hint=False)
+        storage.put_scalar("acc", 1.0)
+        storage.put_results({"acc": 5.0, "loss": 2.0}, 0)
         JSONWriter(path).write()
         state = storage.state_dict()
-    for history in state["metrics"].values():
-        del history["written"]
-    del state["results"]
-    counts = {"loss": 1, "acc": 1, "eta_seconds": 1}
-    state["written_counts"] = {"metrics.json": counts}
+    assert list(state["metrics"]) == ["acc", "eval/acc", "loss"]
+    metrics = state["metrics"]
+    state["results"] = {"acc": metrics.pop("eval/acc"), "loss": metrics.pop("loss")}
+    for history in (*metrics.values(), *state["results"].values()):
+        del history["result"]
+        del history["reproducible"]
     with EventStorage() as loaded:
         loaded.load_state_dict(state)
         loaded.iter = 1
         loaded.put_results({"acc": 6.0}, 1)
         JSONWriter(path).write()
-    rows = load_json_metrics(path)
-    assert [(row["iteration"], row["acc"]) for row in rows] == [(0, 5.0), (1, 6.0)]
-    assert list(loaded.results()) == ["acc"]
+    assert loaded.history("eval/acc").values() == [(5.0, 0), (6.0, 1)]
+    assert loaded.results().keys() == {"acc", "loss"}
+    assert load_json_metrics(path)[1:] == [{"iteration": 1, "eval/acc": 6.0}]
 
 
 def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
@@ -361,12 +363,13 @@ def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
     assert [name for name, _, _ in storage._vis_data] == ["photo"]
 
 
-def test_a_result_that_is_named_like_a_column_of_the_files_is_warned_of(
+def test_a_result_that_is_named_like_a_column_of_the_files_gets_another_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     storage = EventStorage(3)
-    storage.put_results({"mean_loss": 123.0, "accuracy": 0.5}, 3)
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "'mean_loss'" in warning
-    assert "'eval/mean_loss'" in warning
+    with caplog.at_level("INFO"):
+        storage.put_results({"mean_loss": 123.0, "accuracy": 0.5}, 3)
+    (message,) = caplog.messages
+    assert "'mean_loss'" in message
+    assert "'eval/mean_loss'" in message
     assert storage.latest() == {"eval/mean_loss": (123.0, 3), "accuracy": (0.5, 3)}
