@@ -59,16 +59,13 @@ class JSONWriter(ScalarWriter):
     Args:
         json_file: the file.
         window_size: how many iterations to smooth over, at least 1.
-
-    Attributes:
-        cut: the rows that :meth:`rewind` has cut, and that are not computed again so far.
     """
 
     def __init__(
         self, json_file: str | os.PathLike[str], window_size: int = 20
     ) -> None:
         self._path = Path(json_file)
-        self.cut: deque[Row] = deque()
+        self._cut: deque[Row] = deque()  # rows that are not computed again so far
         self._equal = 0  # how many were computed again and are equal
         super().__init__(self._path.name, window_size)
 
@@ -144,15 +141,15 @@ class JSONWriter(ScalarWriter):
         size = storage.file_sizes.get(self.name, len(data))
         lines = [*_read_lines(self._path, data)]
         size = self._with_late_row(lines, size, iteration - 1)
-        self.cut.clear()
+        self._cut.clear()
         kept = []
         for end, text, line in lines:
             if line["iteration"] < iteration and end <= size:
                 kept.append(text.rstrip() + b"\n")
             elif iteration > 0:  # it is a resume
-                self.cut.append(line)
+                self._cut.append(line)
         if iteration > 0:
-            logger.info(_CUT, self._path, len(self.cut))
+            logger.info(_CUT, self._path, len(self._cut))
         whole = b"".join(kept)
         if whole != data:
             with atomic_write(self._path) as file:
@@ -183,20 +180,20 @@ class JSONWriter(ScalarWriter):
     def _compare(self, row: Row, storage: EventStorage) -> None:
         """Compare a row with the next one that a resume has cut: they come in the same order."""
         iteration = row["iteration"]
-        while self.cut and self.cut[0]["iteration"] < iteration:
-            self.cut.popleft()  # such as the last row of a run that ended there
-        if not self.cut or self.cut[0]["iteration"] > iteration:
+        while self._cut and self._cut[0]["iteration"] < iteration:
+            self._cut.popleft()  # such as the last row of a run that ended there
+        if not self._cut or self._cut[0]["iteration"] > iteration:
             return
-        before = self.cut.popleft()
+        before = self._cut.popleft()
         for name, was in before.items():
             value = row.get(name, "missing")
             if value != was and _is_reproducible(name, storage):
                 logger.warning(_NOT_EXACT, name, iteration, value, was, determinism())
-                self.cut.clear()
+                self._cut.clear()
                 self._equal = 0
                 return
         self._equal += 1
-        if not self.cut:
+        if not self._cut:
             self.close()
 
     def close(self) -> None:
