@@ -5,27 +5,21 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import torch
 
-from hooktrain.checkpoint.files import CorruptCheckpointError, verify_file
+from hooktrain.checkpoint.files import verify_file
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
-from hooktrain.utils.file_io import AnyPath, atomic_write, is_address
+from hooktrain.utils.file_io import AnyPath, is_address, replacing
 
 logger = logging.getLogger(__name__)
 
 # As torch.hub names files: resnet18-f37072fd.pth, with the first digits of the SHA-256. Decimal
 # digits alone are the date in model-20240101.pth.
 _DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
-_HTTP = ("http://", "https://")
-_HTTP_TIMEOUT_S = 60.0  # in which a server has to answer
-_CHUNK_BYTES = 16 << 20
 
 Loader = Callable[[str], AnyPath]
 """Takes an address and returns the path of a local file."""
@@ -57,10 +51,10 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
 
     A file is downloaded into torch.hub's folder: from ``http://`` and ``https://`` once, and from
     all other schemes that fsspec knows, such as ``s3://``, again when it has changed there. It
-    gets its name in that folder when it is complete and verified: by the digest in its name, if
-    there is one, and by its own checksums, if it is a ``.pth`` file. Loaders of
-    :func:`register_scheme` go first. Anything else is a path, which is not looked at here.
-    Nothing is deleted: you may empty that folder at any time.
+    gets its name in that folder when it is complete and verified: by its own checksums, if it is
+    a ``.pth`` file, and by the digest in its name, if it comes from a web server and has one.
+    Loaders of :func:`register_scheme` go first. Anything else is a path, which is not looked at
+    here. Nothing is deleted: you may empty that folder at any time.
 
     Collective, unless it is a path: one process of each machine fetches, and the others wait.
 
@@ -71,9 +65,9 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
     Raises:
         ValueError: if its scheme is unknown.
         ImportError: if a package for it is not installed; it says which.
-        OSError: on every rank, if the file cannot be downloaded, or ends too early.
-        CorruptCheckpointError: on every rank, if it is broken, or does not have the digest that
-            its name tells.
+        OSError: on every rank, if the file cannot be downloaded.
+        CorruptCheckpointError: on every rank, if a ``.pth`` file is broken, or ends too early.
+        RuntimeError: on every rank, if it does not have the digest that its name tells.
     """
     address = os.fspath(address)
     if not is_address(address):
@@ -96,10 +90,17 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
 
 def _download(address: str) -> str:
     """Download a file, or find an earlier download."""
-    name, version = _identify(address)
+    is_web = address.startswith(("http://", "https://"))
+    if is_web:  # for which fsspec would need aiohttp, which does not come with torch
+        name, version = Path(urlsplit(address).path).name or "download", ""
+    else:
+        import fsspec
+
+        system, remote = fsspec.url_to_fs(address)
+        name, version = Path(remote).name, system.ukey(remote)
     folder = Path(torch.hub.get_dir(), "checkpoints")
-    expected = _DIGEST.search(name)
-    if expected is None:
+    digest = _DIGEST.search(name)
+    if digest is None:
         # The files of two addresses may have one name, and a file may be replaced by another.
         key = hashlib.sha256(f"{address}{version}".encode()).hexdigest()
         folder = folder / key[:16]
@@ -108,49 +109,12 @@ def _download(address: str) -> str:
         return str(path)
     logger.info("Downloading %s to %s", address, path)
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        digest = copy_remote(address, file)
-        if expected and not digest.startswith(expected[1]):
-            raise CorruptCheckpointError(f"the SHA-256 of {address} is {digest}")
+    with replacing(path) as temporary:
+        if is_web:
+            expected = digest and digest[1]
+            torch.hub.download_url_to_file(address, str(temporary), expected, False)
+        else:
+            system.get_file(remote, str(temporary))
         if path.suffix == ".pth":
-            file.flush()
-            verify_file(file.name)
+            verify_file(temporary)
     return str(path)
-
-
-def _identify(address: str) -> tuple[str, str]:
-    """The name of a remote file, and its version in a store."""
-    if address.startswith(_HTTP):
-        return Path(urlsplit(address).path).name or "download", ""
-    import fsspec
-
-    system, path = fsspec.url_to_fs(address)
-    return Path(path).name, system.ukey(path)
-
-
-def copy_remote(address: str, target: IO[bytes]) -> str:
-    """Write a remote file to an open local one, and return its SHA-256."""
-    digest = hashlib.sha256()
-    try:
-        with _open(address) as source:
-            while chunk := source.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                target.write(chunk)
-    except HTTPException as error:
-        raise OSError(f"the download of {address} failed: {error!r}") from error
-    # An answer of a web server knows how many bytes are still to come.
-    if getattr(source, "length", None):
-        raise OSError(f"{address} has ended {source.length} bytes too early")
-    return digest.hexdigest()
-
-
-def _open(address: str) -> Any:
-    """A remote file, open for reading."""
-    if address.startswith(_HTTP):
-        # For these fsspec would need aiohttp, which does not come with torch.
-        request = Request(address, headers={"User-Agent": "hooktrain"})
-        return urlopen(request, timeout=_HTTP_TIMEOUT_S)
-    import fsspec
-
-    system, path = fsspec.url_to_fs(address)
-    return system.open(path, "rb", block_size=_CHUNK_BYTES)

@@ -35,7 +35,6 @@ from hooktrain.checkpoint.resume import (
     write_iteration,
     write_pointer,
 )
-from hooktrain.checkpoint.sources import copy_remote
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
@@ -190,9 +189,9 @@ class Store:
                 local.parent.mkdir(exist_ok=True)
                 with atomic_write(local) as file:
                     if key in there:  # a link is not
-                        copy_remote(f"{self.address}/{key}", file)
+                        self._system.get_file(f"{self._root}/{key}", file.name)
                     # Metrics may have got further lines while they were being put there.
-                    if file.tell() < _size(key):
+                    if os.path.getsize(file.name) < _size(key):
                         raise CorruptCheckpointError(
                             f"{path} is missing or cut in {self.address}"
                         )

@@ -28,7 +28,6 @@ from gloo import run_ranks
 from hooktrain.checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
-    sources,
     store as store_module,
 )
 from hooktrain.checkpoint.resume import read_pointer
@@ -607,13 +606,15 @@ def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_los
     first = machine(tmp_path / "a", memory)
     save(first, 9)
 
-    def copy_late(address: str, file: Any) -> None:
+    get_file = MemoryFileSystem.get_file
+
+    def copy_late(*args: Any) -> None:
         monkeypatch.undo()
         save(first, 19)
         save(first, 29)
-        sources.copy_remote(address, file)
+        get_file(*args)
 
-    monkeypatch.setattr("hooktrain.checkpoint.store.copy_remote", copy_late)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", copy_late)
     assert resumed(tmp_path / "b", memory) == 29
 
 
@@ -996,7 +997,7 @@ def wait_for_store(folder: Path, address: str) -> float:
     if is_main:
         save(machine(folder / "a", address), 9)
     comm.synchronize()
-    copy, put = sources.copy_remote, LocalFileSystem.put_file
+    get, put = LocalFileSystem.get_file, LocalFileSystem.put_file
 
     def slow(function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -1005,7 +1006,7 @@ def wait_for_store(folder: Path, address: str) -> float:
 
         return call
 
-    store_module.copy_remote = slow(copy)
+    LocalFileSystem.get_file = slow(get)
     LocalFileSystem.put_file = slow(put)
     checkpointer = machine(folder / "b", address)
     assert checkpointer.resume_or_load("")["iteration"] == 9
