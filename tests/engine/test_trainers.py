@@ -694,7 +694,7 @@ def plateau_of_the_main_rank() -> float:
 
 
 def test_what_the_main_rank_evaluates_moves_the_rates_of_all() -> None:
-    assert run_ranks(plateau_of_the_main_rank, 2) == [0.25, 0.25]
+    assert run_ranks(plateau_of_the_main_rank, 2) == [0.125, 0.125]
 
 
 def metrics_of_any_kind() -> list[list[float]]:

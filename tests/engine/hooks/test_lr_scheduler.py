@@ -319,11 +319,18 @@ def test_the_rate_that_a_checkpoint_loads_after_a_run_is_not_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.5)))
-    trainer.train(0, 2)
-    state = copy.deepcopy(trainer.state_dict())
+    states: list[Any] = []
+    keep = CallbackHook(
+        after_step=lambda t: (
+            t.done == 2 and states.append(copy.deepcopy(t.state_dict()))
+        )
+    )
+    trainer.register_hooks([keep])
+    trainer.train(0, 4)
+    trainer.load_state_dict(states[0])
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.075)
     trainer.train(max_iter=4)
-    trainer.load_state_dict(state)
-    trainer.train(max_iter=4)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     assert "lr was set" not in caplog.text
 
 
