@@ -15,6 +15,7 @@ assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
+PROGRESS = ["tqdm>=4.66"]
 DETECTION = ["pillow>=9.4", "pycocotools>=2.0.8"]
 STREAMS = ["torchdata>=0.10"]
 STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
@@ -24,6 +25,7 @@ TOOLS = [
     "train_net.py",
     "plot.py",
     "checkpoint.py",
+    "new.py",
     "from_detectron2.sed",
     "from_mmengine.sed",
 ]
@@ -70,6 +72,7 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
+        "progress": PROGRESS,
         "detection": DETECTION,
         "streams": STREAMS,
         "store": STORE,
@@ -79,6 +82,7 @@ setup(
         "dev": [
             *TENSORBOARD,
             *PLOT,
+            *PROGRESS,
             *DETECTION,
             *STREAMS,
             "datasets>=5.0",

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
-from hooktrain.utils.logger import pretty_seconds, show_progress
+from hooktrain.utils.logger import hide_progress, pretty_seconds, show_progress
 from hooktrain.utils.names import add_note, did_you_mean, names_used
 from hooktrain.utils.tensors import compute_device, is_sharded, mover_to, to_device
 from hooktrain.utils.workers import start_workers
@@ -436,22 +436,26 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
     batches: Any = zip(own, repeat(True))
     if computes_together(module):
         batches = in_step(own, compute_device(module))
-    for done, batch in enumerate(batches, 1):
-        yield batch
-        timer.beat()
-        now = time.perf_counter()
-        mean = (now - start) / done
-        remaining = max(0, total - done)
-        left = mean * remaining
-        is_watched = show_progress("Evaluating", done, total, left)
-        if is_watched or now - last_line < _SECONDS_BETWEEN_LINES:
-            continue
-        last_line = now
-        of_all = eta = ""
-        if total >= 0:
-            of_all = f"/{total}"
-            eta = f" ETA={pretty_seconds(left)}"
-        logger.info("Inference done %d%s. %.4f s/iter.%s", done, of_all, mean, eta)
+    is_watched = show_progress("Evaluating", 0, total)
+    try:
+        for done, batch in enumerate(batches, 1):
+            yield batch
+            timer.beat()
+            if is_watched:
+                show_progress("Evaluating", done, total)
+            now = time.perf_counter()
+            if is_watched or now - last_line < _SECONDS_BETWEEN_LINES:
+                continue
+            last_line = now
+            mean = (now - start) / done
+            of_all = eta = ""
+            if total >= 0:
+                of_all = f"/{total}"
+                left = mean * max(0, total - done)
+                eta = f" ETA={pretty_seconds(left)}"
+            logger.info("Inference done %d%s. %.4f s/iter.%s", done, of_all, mean, eta)
+    finally:
+        hide_progress("Evaluating")
     if done == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
     device = compute_device(module)

@@ -2,13 +2,11 @@
 
 import logging
 import os
-import shutil
 import sys
-import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 from termcolor import colored
 
@@ -67,8 +65,10 @@ class _TerminalHandler(_Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # None in a process that was started without it
             self.stream = sys.stdout
-            if _bar.text:
-                _draw("")
+            # Without tqdm's lock: a signal's handler may log while a bar is being drawn. The next
+            # step draws the bar again, below this line.
+            for bar in list(_bars.values()):
+                bar.clear(nolock=True)
             super().emit(record)
 
 
@@ -150,63 +150,53 @@ def close_logger(name: str = "hooktrain") -> None:
     logger.propagate = True
 
 
-def show_progress(
-    title: str, done: int, total: int, seconds_left: float | None = None
-) -> bool:
-    """Draw a progress bar below the lines of the log, on a terminal or in a notebook.
+# By title, those of tqdm that are shown.
+_bars: dict[str, Any] = {}
+
+
+def show_progress(title: str, done: int, total: int) -> bool:
+    """Show a progress bar below the lines of the log, on a terminal or in a notebook.
+
+    The bar is tqdm's; without tqdm, an extra, there is none. It stays until :func:`hide_progress`.
 
     Args:
         title: the beginning of the bar.
-        done: the number of finished items. The bar is removed when all are finished.
+        done: the number of finished items.
         total: the number of items; below 1 if it is unknown.
-        seconds_left: the remaining time; None if it is unknown.
 
     Returns:
-        Whether the output is a terminal or a notebook; otherwise the caller should log its
-        progress in lines.
+        Whether there is a bar; otherwise the caller should log its progress in lines.
     """
-    if not _shows_bar():
-        return False
-    since = time.monotonic() - _bar.drawn_at
-    if done == total:
-        _draw("")
-    elif not _bar.text or since >= 0.1:
-        text = f"{title} {done}"
-        if total > 0:
-            hashes = "#" * (30 * done // total)
-            text = f"{title} [{hashes:-<30}] {done}/{total}"
-        if seconds_left is not None:
-            text += f"  eta: {pretty_seconds(seconds_left)}"
-        width = shutil.get_terminal_size().columns - 1
-        _draw(text[:width])
+    if title not in _bars:
+        handlers = logging.getLogger("hooktrain").handlers
+        terminals = [each for each in handlers if isinstance(each, _TerminalHandler)]
+        is_wanted = any(each.level <= logging.INFO for each in terminals)
+        if not is_wanted or sys.stdout is None:
+            return False
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            return False
+        bar = tqdm(
+            desc=title,
+            initial=done,
+            total=total if total > 0 else None,
+            file=sys.stdout,
+            disable=None,  # unless it is a terminal or a notebook
+            leave=False,
+            dynamic_ncols=True,
+        )
+        if bar.disable:
+            return False
+        _bars[title] = bar
+    _bars[title].update(done - _bars[title].n)
     return True
 
 
-# The text of the bar, and the time.monotonic() of the last change.
-_bar = SimpleNamespace(text="", drawn_at=0.0)
-
-
-def _draw(text: str) -> None:
-    """Replace the text of the bar; an empty text removes the bar."""
-    if text or _bar.text:
-        # Notebooks ignore the escape sequence that erases a line.
-        spaces = " " * len(_bar.text)
-        with suppress(OSError):  # the terminal may have been closed
-            sys.stdout.write(f"\r{spaces}\r{text}")
-            sys.stdout.flush()
-    _bar.text = text
-    _bar.drawn_at = time.monotonic()
-
-
-def _shows_bar() -> bool:
-    """Whether the log goes to a terminal or a notebook, at a level that shows progress."""
-    for handler in logging.getLogger("hooktrain").handlers:
-        if isinstance(handler, _TerminalHandler) and handler.level <= logging.INFO:
-            out = sys.stdout
-            # The stream of a notebook's kernel has the header of the cell's message.
-            is_notebook = hasattr(out, "parent_header")
-            return is_notebook or (out is not None and out.isatty())
-    return False
+def hide_progress(title: str) -> None:
+    """Remove the progress bar of this title, if there is one."""
+    if title in _bars:
+        _bars.pop(title).close()
 
 
 def pretty_seconds(seconds: float) -> str:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import EventWriter
 from hooktrain.utils.file_io import AnyPath, is_disk_full
-from hooktrain.utils.logger import pretty_seconds, show_progress
+from hooktrain.utils.logger import hide_progress, pretty_seconds, show_progress
 from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import Period
 
@@ -49,12 +49,11 @@ class IterationTimer(HookBase):
         if done <= self._timed_from:
             self._warm = own
         elif self._is_watched:
-            mean = (own - self._warm) / (done - self._timed_from)
-            end = self.trainer.max_iter
-            show_progress("Training", done, end, mean * (end - done))
+            show_progress("Training", done, self.trainer.max_iter)
 
     def after_train(self) -> None:
         """Log the speed, and the parts of the time."""
+        hide_progress("Training")
         timed = self.trainer.done - self._timed_from
         if timed > 0:
             seconds = self._last - self._warm

@@ -117,11 +117,12 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_is_told_by_its_parts(
 @pytest.mark.parametrize("watched", [True, False])
 def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    draw = lambda *args: drawn.append(args[:3]) or watched  # noqa: E731
+    draw = lambda *args: drawn.append(args) or watched  # noqa: E731
     monkeypatch.setattr(writing, "show_progress", draw)
+    monkeypatch.setattr(writing, "hide_progress", drawn.append)
     Idle(IterationTimer(warmup_iter=0)).train(0, 4)
     bars = [("Training", i, 4) for i in range(5)]
-    assert drawn == (bars if watched else bars[:1])
+    assert drawn == [*(bars if watched else bars[:1]), "Training"]
 
 
 @pytest.mark.parametrize(
