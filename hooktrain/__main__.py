@@ -1,7 +1,6 @@
 """The command ``hooktrain``, which runs the scripts and configurations of the package."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ _SCRIPTS = {
     "eval": ["train_net.py", "--eval-only"],
     "plot": ["plot.py"],
     "checkpoint": ["checkpoint.py"],
+    "new": ["new.py"],
 }
 _USAGE = """usage: hooktrain COMMAND ...
 
@@ -38,8 +38,6 @@ def main() -> None:
         sys.stdout.write(f"{_USAGE}\n")
     elif name == "--version":
         sys.stdout.write(f"hooktrain {__version__}\n")
-    elif name == "new":
-        new(*arguments)
     elif name in _SCRIPTS:
         script, *options = _SCRIPTS[name]
         found = [_shipped(argument) for argument in arguments]
@@ -48,7 +46,7 @@ def main() -> None:
         os.environ["HOOKTRAIN_COMMAND"] = f"hooktrain {name}"  # for the help
         os.execv(command[0], command)
     else:
-        known = ", ".join([*_SCRIPTS, "new"])
+        known = ", ".join(_SCRIPTS)
         raise SystemExit(f"hooktrain: unknown command {name!r}; known are {known}")
 
 
@@ -59,23 +57,6 @@ def _shipped(argument: str) -> str:
     if Path(argument).exists():
         return argument
     return str(_ROOT / argument)
-
-
-def new(folder: str = "", *rest: str) -> None:
-    """Make a folder with the training script that the README shows."""
-    if folder[:1] in ("", "-") or rest:
-        raise SystemExit("usage: hooktrain new FOLDER")
-    readme = _ROOT / "README.md"
-    text = readme.read_text("utf-8")
-    found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    script = found[1].replace("output/readme", "output")
-    path = Path(folder, "train.py")
-    if path.exists():
-        raise SystemExit(f"hooktrain: {path} exists already")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script, encoding="utf-8")
-    sys.stdout.write(f"{path} trains a network on handwritten digits: python {path}\n")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_the_helps_name_all_configurations_and_the_command(
     assert script.name not in text
 
 
-@pytest.mark.parametrize("name", ["plot", "checkpoint"])
+@pytest.mark.parametrize("name", ["plot", "checkpoint", "new"])
 def test_the_errors_of_a_script_name_the_command(
     command: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -92,14 +92,20 @@ def test_the_errors_of_a_script_name_the_command(
 
 
 def test_a_new_project_has_the_script_of_the_readme(
-    command: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    command: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     call(monkeypatch, "new", "mine")
+    names = runpy.run_path(command[0][1], run_name="shown")
+    names["main"](["mine"])
     script = Path("mine", "train.py").read_text()
     readme = (ROOT / "README.md").read_text()
     assert script.replace('"output"', '"output/readme"') in readme
-    with pytest.raises(SystemExit, match=r"mine.train\.py"):
-        call(monkeypatch, "new", "mine")
+    with pytest.raises(SystemExit):
+        names["main"](["mine"])
+    path = Path("mine", "train.py")
+    assert f"hooktrain new: error: {path} exists" in capsys.readouterr().err
 
 
 def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> None:
@@ -115,6 +121,7 @@ def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> Non
         "train_net.py",
         "plot.py",
         "checkpoint.py",
+        "new.py",
         "from_detectron2.sed",
         "from_mmengine.sed",
     }
