@@ -93,7 +93,7 @@ class Model(nn.Module):
 
 
 class Traffic(TorchDispatchMode):
-    """Counts collectives and messages, whoever begins them, and the bytes passed to them."""
+    """Counts collectives, whoever begins them, and the bytes passed to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +105,7 @@ class Traffic(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # DTensor first turns it into collectives and tensors
         names = [argument.name for argument in func._schema.arguments]
-        is_one = func.namespace == "c10d" or "group_name" in names
-        if is_one and "recv" not in func._schema.name:  # its rank counts what it sends
+        if func.namespace == "c10d" or "group_name" in names:
             self.count += 1
             # The input has an argument of its own, or is changed in place.
             given = [i for i, name in enumerate(names) if name.startswith("input")]
@@ -174,7 +173,7 @@ def microseconds(ranks: int, metrics: int, iterations: int) -> float:
 
 
 def traffic(ranks: int, metrics: int) -> tuple[float, float]:
-    """Messages and bytes a period, once the ranks know each other."""
+    """Collectives and bytes a period, once the ranks know each other."""
     periods = 5
     with one_of(ranks), full_stack(metrics, PERIOD * (periods + 1)) as trainer:
         trainer.train(0, PERIOD)
@@ -189,7 +188,7 @@ def traffic(ranks: int, metrics: int) -> tuple[float, float]:
 def ranks_command(
     worlds: list[int], counts: list[int], rounds: int, iterations: int
 ) -> None:
-    """Print the messages of a period, and the time of an iteration with them."""
+    """Print the collectives of a period, and the time of an iteration with them."""
     print(
         f"{rounds} rounds of {iterations} iterations, one thread, torch {torch.__version__}"
     )
@@ -205,7 +204,7 @@ def ranks_command(
             both = [f"{value:.1f}" for value in (statistics.median(own), min(own))]
             more = f"{min(own) - min(times[worlds[0]]):+.1f}" if ranks > 1 else ""
             rows.append([ranks, metrics, *traffic(ranks, metrics), *both, more])
-        headers = ["ranks", "losses", "messages a period", "bytes a period"]
+        headers = ["ranks", "losses", "collectives a period", "bytes a period"]
         headers += ["us, median", "us, fastest", f"more than with {worlds[0]} ranks"]
         print("\n" + tabulate(rows, headers, tablefmt="pipe", intfmt=","), flush=True)
 

@@ -577,8 +577,8 @@ def test_batches_of_unequal_weights_train_as_one_large_batch() -> None:
         for weight, got, seen in (unequal, accumulated):
             torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
             assert got == pytest.approx(values, rel=1e-6)
-            # A message with the weights, and a sum of the gradients.
-            assert (seen.count("send"), seen.count("allreduce_")) == (1, 1)
+            # A sum of the weights, and one of the gradients.
+            assert seen.count("allreduce_") == 2
         # Without a weight, or with equal ones, the bits are the same.
         assert equal[:2] == (True, True)
         assert equal[2].count("allreduce_") == 1

@@ -1,7 +1,8 @@
 import gc
+import math
+import os
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from gloo import run_ranks
 from hooktrain.utils import comm, timer
+from processes import CONTEXT, as_on_its_own
 
 WORLD_SIZE = 4
 
@@ -42,25 +44,51 @@ def test_collectives_reach_the_ranks_of_the_run_or_a_group() -> None:
 
 
 def take_maxima_and_sums() -> list[list[float]]:
-    """The results for the first 7 to 1 ranks, as far as this rank is one of them."""
-    rank, found = comm.get_rank(), []
-    for size in range(7, rank, -1):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm, "get_world_size", partial(int, size))
-            values = [rank, -rank, 10.0**rank, 0.1]
-            numbers = torch.tensor(values, dtype=torch.float64)
-            comm.max_and_sum(numbers, 2)
+    rank = comm.get_rank()
+    values = [rank, -rank, 10.0**rank, 0.1, 1e16 if rank == 1 else 1.0]
+    found = []
+    for maxima, broken in ((2, 0.0), (0, 0.0), (5, 0.0), (1, math.nan)):
+        numbers = torch.tensor(values, dtype=torch.float64)
+        if rank == 2:
+            numbers += broken
+        comm.max_and_sum(numbers, maxima)
         found.append(numbers.tolist())
     return found
 
 
-def test_maxima_and_sums_are_the_same_on_any_number_of_ranks() -> None:
-    first, *others = run_ranks(take_maxima_and_sums, 7)
-    for size, (*maxima, total, tenths) in zip(range(7, 0, -1), first, strict=True):
-        assert (maxima, total) == ([size - 1, 0], int("1" * size))
-        assert tenths == pytest.approx(size / 10)
-    for rank, found in enumerate(others, 1):
-        assert found == first[: 7 - rank]
+def test_maxima_and_sums_are_the_same_on_all_ranks() -> None:
+    first, *others = run_ranks(take_maxima_and_sums, 5)
+    # Added in the order of the ranks: 1 + 1e16 is 1e16 in float64, and so on.
+    sums = [11111, 0.1 + 0.1 + 0.1 + 0.1 + 0.1, 1e16]
+    assert first[:3] == [[4, 0, *sums], [10, -10, *sums], [4, 0, 10000, 0.1, 1e16]]
+    assert all(map(math.isnan, first[3]))
+    for found in others:
+        np.testing.assert_array_equal(found, first)
+
+
+def lose_rank_1(rank: int, folder: str) -> None:
+    as_on_its_own()
+    url = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=3)
+    comm.synchronize()
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(RuntimeError, match=r"closed|reset"):
+        comm.max_and_sum(torch.ones(3), 1)
+    os._exit(0)
+
+
+def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
+    processes = [
+        CONTEXT.Process(target=lose_rank_1, args=(rank, str(tmp_path)))
+        for rank in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 7, 0]
 
 
 def visit_local_ranks() -> None:
@@ -85,9 +113,9 @@ def test_a_number_on_a_device_is_exchanged_there_by_the_runs_own_group(
 ) -> None:
     used = []
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", used.append)
+    monkeypatch.setattr(dist, "all_reduce", lambda _, group: used.append(group))
     comm.all_reduce(torch.zeros(1, device="meta"))
-    assert len(used) == 1
+    assert used == [None]
 
 
 def parts_of_the_data() -> list[tuple[int, int]]:
