@@ -7,12 +7,9 @@ batch does not depend on the number of ranks or workers, and skipping to a posit
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
-from math import isqrt
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler
@@ -21,8 +18,6 @@ from hooktrain.utils import comm
 from hooktrain.utils.names import check_count, names_used
 
 _OF_RANKS = re.compile("rank|replica|shard|world|process")
-# A permutation takes 8 bytes a sample. Above this size the order is computed place by place.
-LARGEST_PERMUTATION = 2**24
 # Indices become Python's numbers, which take five times the memory, so many at a time.
 _CHUNK = 4096
 _64_BITS = 2**64 - 1
@@ -109,12 +104,9 @@ class StreamSampler(Sampler[int]):
         return torch.Generator().manual_seed(mix(self.seed, epoch))
 
 
-def mix(*numbers: Any) -> Any:
-    """A 63-bit hash of integers modulo 2^64 (the finaliser of SplitMix64, Steele et al. 2014).
-
-    Some of them may be vectors of uint64 of the same length. The hash is such a vector then.
-    """
-    state: Any = 0
+def mix(*numbers: int) -> int:
+    """A 63-bit hash of integers modulo 2^64 (the finaliser of SplitMix64, Steele et al. 2014)."""
+    state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _64_BITS
         state = state ^ (state >> 30)
@@ -125,56 +117,11 @@ def mix(*numbers: Any) -> Any:
     return state >> 1
 
 
-@dataclass
-class ComputedOrder:
-    """A permutation of the numbers below ``size`` that computes the number at any place directly.
-
-    It takes no memory. A place is written as two digits, whose base is the square root of ``size``,
-    rounded up. Each round of a Feistel network adds a hash of one digit to the other. A result that
-    is not below ``size`` is permuted again, until it is (cycle walking; Black and Rogaway 2002,
-    "Ciphers with Arbitrary Finite Domains"; for shuffles, Mitchell et al. 2022,
-    "Bandwidth-Optimal Random Shuffling for GPUs").
-
-    Attributes:
-        size: how many numbers there are, at least 1.
-        key: which permutation it is, an integer.
-        rounds: the rounds of the network. 0 keeps the numbers in order.
-    """
-
-    size: int
-    key: int = 0
-    rounds: int = 6
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, places: slice) -> Tensor:
-        start, stop, step = places.indices(self.size)
-        numbers = np.arange(start, stop, step, dtype=np.uint64)
-        numbers = self._permute(numbers)
-        outside = numbers >= self.size
-        while outside.any():
-            numbers[outside] = self._permute(numbers[outside])
-            outside = numbers >= self.size
-        return torch.from_numpy(numbers.astype(np.int64))
-
-    def _permute(self, numbers: Any) -> Any:
-        base = isqrt(self.size - 1) + 1
-        left, right = np.divmod(numbers, base)
-        for number in range(self.rounds):
-            hashed = mix(self.key, number, right)
-            added = (left + hashed) % base
-            left = right
-            right = added
-        return left * base + right
-
-
 class TrainingSampler(StreamSampler):
     """All indices of a data set, in each epoch in another order.
 
-    Up to 16 million samples (:data:`LARGEST_PERMUTATION`) the order is torch's random permutation,
-    of 128 MiB at most, in which all orders are equally likely. Above, it is a
-    :class:`ComputedOrder`, which takes no memory and looks as random.
+    The order is torch's random permutation, which takes 8 bytes a sample on each rank. For billions
+    of samples docs/guide.md has a sampler that takes no memory.
 
     Args:
         size: the length of the data set, at least 1.
@@ -193,15 +140,11 @@ class TrainingSampler(StreamSampler):
         self.size = size
         self.shuffle = shuffle
 
-    def epoch_indices(self, epoch: int) -> Tensor | ComputedOrder:
+    def epoch_indices(self, epoch: int) -> Tensor:
         """The order of one epoch: a permutation, or the data set's order without shuffling."""
         if not self.shuffle:
-            return ComputedOrder(self.size, rounds=0)
-        if self.size > LARGEST_PERMUTATION:
-            key = mix(self.seed, epoch)
-            return ComputedOrder(self.size, key)
-        generator = self.generator(epoch)
-        return torch.randperm(self.size, generator=generator)
+            return torch.arange(self.size)
+        return torch.randperm(self.size, generator=self.generator(epoch))
 
     def epoch_length(self, epoch: int) -> int:
         """The length of the data set."""

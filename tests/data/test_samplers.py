@@ -1,4 +1,3 @@
-import tracemalloc
 from itertools import islice
 from typing import Any
 
@@ -7,7 +6,6 @@ import torch
 
 from gloo import run_ranks
 from hooktrain.data import InferenceSampler, StreamSampler, TrainingSampler
-from hooktrain.data.samplers import ComputedOrder
 from hooktrain.utils import comm
 from toys import Repeated
 
@@ -33,14 +31,12 @@ def test_each_epoch_is_a_permutation_of_its_own() -> None:
         TrainingSampler(0)
 
 
-@pytest.fixture(params=["drawn", "computed", "repeated"])
-def sampler(request: pytest.FixtureRequest, monkeypatch: Any) -> StreamSampler:
+@pytest.fixture(params=["drawn", "in order", "repeated"])
+def sampler(request: pytest.FixtureRequest) -> StreamSampler:
     """Of each kind one with short epochs."""
     if request.param == "repeated":
         return Repeated(8, most=2, seed=3)
-    if request.param == "computed":
-        monkeypatch.setattr("hooktrain.data.samplers.LARGEST_PERMUTATION", 6)
-    return TrainingSampler(7, seed=3)
+    return TrainingSampler(7, shuffle=request.param == "drawn", seed=3)
 
 
 @pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 50])
@@ -65,59 +61,6 @@ def test_orders_longer_than_a_chunk_are_read_to_their_end() -> None:
     whole = take(TrainingSampler(10_000, seed=0), 10_001)
     assert sorted(whole[:-1]) == list(range(10_000))
     assert take(TrainingSampler(10_000, seed=0).stream(1, 2), 5000) == whole[1::2]
-
-
-def test_a_billion_samples_take_no_memory_at_any_place() -> None:
-    sampler = TrainingSampler(10**9, seed=0)
-    tracemalloc.start()
-    try:
-        # Two epochs and a half later, every 4096th.
-        share = take(sampler.stream(2_500_000_000, 4096), 5000)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2**20
-    assert len(set(share)) == 5000
-    assert share[:3] == [1_052_321, 385_066_346, 11_571_906]
-    next_epoch = sampler.stream(2_999_999_999)
-    assert take(next_epoch, 2) == [
-        int(sampler.epoch_indices(2)[-1:]),
-        int(sampler.epoch_indices(3)[:1]),
-    ]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 10, 16, 17, 1000, 30_000])
-def test_a_computed_order_is_a_permutation(size: int) -> None:
-    order = ComputedOrder(size, key=7)[:]
-    assert torch.equal(order.sort().values, torch.arange(size))
-    assert torch.equal(ComputedOrder(size, rounds=0)[:], torch.arange(size))
-    assert torch.equal(ComputedOrder(size, key=7)[1:-1:3], order[1:-1:3])
-
-
-def test_a_computed_order_looks_drawn() -> None:
-    size, count = 1000, 2000
-    orders = torch.stack([ComputedOrder(size, key)[:] for key in range(count)])
-    # Each tenth of the samples comes equally often to each place (chi-square, 5 sigma).
-    tenths = torch.nn.functional.one_hot(orders * 10 // size).sum(0).double()
-    expected = count / 10
-    chi_square = float(((tenths - expected) ** 2 / expected).sum())
-    freedom = size * 9
-    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
-    # Neighbours are uncorrelated, within an order and between two of them.
-    centred = (orders - (size - 1) / 2) / (size**2 / 12) ** 0.5
-    for left, right in [
-        (centred[:, 1:], centred[:, :-1]),
-        (centred[:, 2:], centred[:, :-2]),
-        (centred[:, 32:], centred[:, :-32]),  # 32 is the base of the digits
-        (centred[1:], centred[:-1]),
-    ]:
-        assert abs(float((left * right).mean())) < 5 / left.numel() ** 0.5 + 1 / size
-    # Few samples stay in their place, and few stay behind the one before them.
-    fixed = (orders == torch.arange(size)).sum(1).double()
-    followed = (orders.diff(dim=1) == 1).sum(1).double()
-    for found in (fixed, followed):
-        assert abs(float(found.mean()) - 1) < 0.15
-        assert abs(float(found.var()) - 1) < 0.3
 
 
 def test_skipping_far_generates_no_epoch_on_the_way(
