@@ -17,7 +17,6 @@ TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
 PROGRESS = ["tqdm>=4.66"]
 DETECTION = ["pillow>=9.4", "pycocotools>=2.0.8"]
-STREAMS = ["torchdata>=0.10"]
 STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
 
 # The scripts of the command hooktrain, and what changes the imports of other projects.
@@ -74,7 +73,6 @@ setup(
         "plot": PLOT,
         "progress": PROGRESS,
         "detection": DETECTION,
-        "streams": STREAMS,
         "store": STORE,
         "vision": ["torchvision>=0.24"],
         "trackers": ["wandb>=0.19", "mlflow>=2.15"],
@@ -84,7 +82,6 @@ setup(
             *PLOT,
             *PROGRESS,
             *DETECTION,
-            *STREAMS,
             "datasets>=5.0",
             "hypothesis>=6.90",
             "mmengine==0.10.7",
@@ -93,6 +90,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.5",
             "ruff>=0.6",
+            "torchdata>=0.10",
             "torchmetrics>=1.0",
             "transformers>=4.40",
             "types-tabulate",

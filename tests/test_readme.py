@@ -15,7 +15,6 @@ import torch
 
 from equality import assert_same_end
 from gloo import run_ranks
-from hooktrain.data import build_train_loader
 from hooktrain.data.batches import Batches
 from hooktrain.engine import hooks
 from hooktrain.utils import comm
@@ -27,11 +26,12 @@ from toys import linear_trainer
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-# torch 2.15 warns of Python 3.13.0.
+# torch 2.15 warns of Python 3.13.0, and of torchdata.
 STRICT = """\
 import warnings
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "Guards may run slower")
+warnings.filterwarnings("ignore", ".*set_vital")
 """
 
 
@@ -144,7 +144,7 @@ def resumed_in_each_epoch(folder: str, text: str) -> list[bool]:
     os.chdir(own)
     os.environ.update(HF_HUB_OFFLINE="1", HF_HOME="downloads")
     first, second = (block for block in programs(text) if "stream_of_shards" in block)
-    names: dict[str, Any] = {"comm": comm, "build_train_loader": build_train_loader}
+    names: dict[str, Any] = {"comm": comm}
     exec(first + second, names)
 
     def labels(batches: Batches, count: int) -> list[Any]:

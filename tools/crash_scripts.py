@@ -14,6 +14,7 @@ import train_net
 from crash_store import environment
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.compat import detectron2, mmengine
@@ -112,9 +113,8 @@ class DigitsStream(IterableDataset[Any]):
 
 def stream_loader(num_workers: int) -> Any:
     """Batches of the stream."""
-    return build_train_loader(
-        DigitsStream(), total_batch_size=BATCH_SIZE, num_workers=num_workers
-    )
+    share = BATCH_SIZE // comm.data_parallel_size()
+    return StatefulDataLoader(DigitsStream(), share, num_workers=num_workers)
 
 
 def test_loader() -> Any:

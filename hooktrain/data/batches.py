@@ -46,8 +46,7 @@ ONE_POSITION = (
 )
 STARTS_AGAIN = (
     "The position in the %s could not be restored, so its loader starts from the beginning. A "
-    "loader of build_train_loader() continues; for a stream it needs pip install "
-    "'hooktrain[streams]'"
+    "loader of build_train_loader() continues; for a stream, torchdata's StatefulDataLoader does"
 )
 
 

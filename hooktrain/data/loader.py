@@ -5,12 +5,9 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import chain, count, islice
 from operator import length_hint
 from typing import Any, ClassVar
-from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
@@ -267,11 +264,9 @@ def build_train_loader(
 ) -> TrainLoader | DataLoader[Any]:
     """An endless stream of training batches, all of full size, that continues where a run stopped.
 
-    An ``IterableDataset`` has an order of its own. torchdata's ``StatefulDataLoader`` reads it, and
-    where torchdata is not installed, torch's ``DataLoader``, which cannot continue. To continue,
-    torchdata reads the stream again up to its position, so that random numbers in samples are the
-    same. A data set with a ``state_dict`` (and no mapper) continues without reading again. Then it
-    has to seed what is random in its workers by a counter of its own; docs/guide.md has an example.
+    An ``IterableDataset`` has an order of its own, and is read by torch's ``DataLoader``, which
+    cannot continue. To continue, give the trainer torchdata's ``StatefulDataLoader`` in place of
+    this; docs/guide.md has an example.
 
     Args:
         dataset: a data set with ``__len__`` and ``__getitem__``, or an ``IterableDataset``, which
@@ -301,7 +296,7 @@ def build_train_loader(
     dataset = _mapped(dataset, mapper)
     if isinstance(dataset, IterableDataset):
         share = total_batch_size // world
-        return _stream_loader(dataset, batch_size=share, sampler=sampler, **options)
+        return DataLoader(dataset, batch_size=share, sampler=sampler, **options)
     options.pop("drop_last", None)
     # Refuses unknown options now, not when the training starts.
     call(DataLoader, [dataset], {"batch_sampler": (), **options}, _DECIDED)
@@ -318,16 +313,6 @@ def build_train_loader(
     if seed is None:
         seed = draw_seed()
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
-
-
-def _stream_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
-    if find_spec("torchdata") is None:
-        return DataLoader(dataset, **options)
-    module = import_module("torchdata.stateful_dataloader")
-    with catch_warnings():
-        # torchdata still calls this deprecated function.
-        filterwarnings("ignore", "'set_vital'")
-        return module.StatefulDataLoader(dataset, **options)  # type: ignore[no-any-return]
 
 
 def build_test_loader(

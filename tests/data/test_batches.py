@@ -23,6 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
     get_worker_info,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
@@ -45,9 +46,7 @@ def test_a_stream_of_torchdata_continues_where_it_was(
     workers: int, stops: tuple[int, ...], tmp_path: Path
 ) -> None:
     def stream() -> Batches:
-        return Batches(
-            build_train_loader(Numbers(), total_batch_size=2, num_workers=workers)
-        )
+        return Batches(StatefulDataLoader(Numbers(), 2, num_workers=workers))
 
     whole = [batch.tolist() for batch in islice(stream(), 14)]
     assert sorted(chain.from_iterable(whole[: 6 if workers else 5])) == list(range(10))
@@ -87,8 +86,7 @@ def test_a_stream_that_resumes_twice_in_any_epoch_gives_each_sample_once(
     workers: int, stops: tuple[int, ...]
 ) -> None:
     def stream(*state: Any) -> Batches:
-        loader = build_train_loader(Shuffled(), total_batch_size=2, num_workers=workers)
-        batches = Batches(loader)
+        batches = Batches(StatefulDataLoader(Shuffled(), 2, num_workers=workers))
         for each in state:
             batches.load_state_dict(each)
         batches.state_dict()  # a checkpointer asks for it before the first step
@@ -130,7 +128,7 @@ class Counted(Shuffled):
 
 def test_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch() -> None:
     def stream() -> Batches:
-        return Batches(build_train_loader(Counted(), total_batch_size=2))
+        return Batches(StatefulDataLoader(Counted(), 2))
 
     first, second = stream(), stream()
     assert sorted(read(first, 6)) == list(range(12))
@@ -140,9 +138,15 @@ def test_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch() -> None:
     assert read(second, 7) == read(first, 7)
 
 
-@pytest.mark.parametrize("data", [range(10), Numbers()])
-def test_a_loaded_position_counts_where_batches_were_read(data: Any) -> None:
-    batches = Batches(build_train_loader(data, total_batch_size=2, seed=0))
+def loaders_with_a_position() -> list[Any]:
+    data: Any = range(10)
+    ours = build_train_loader(data, total_batch_size=2, seed=0)
+    return [ours, StatefulDataLoader(Numbers(), 2)]
+
+
+@pytest.mark.parametrize("loader", loaders_with_a_position(), ids=["ours", "torchdata"])
+def test_a_loaded_position_counts_where_batches_were_read(loader: Any) -> None:
+    batches = Batches(loader)
     state = copy.deepcopy(batches.state_dict())
     first = [batch.tolist() for batch in islice(batches, 3)]
     batches.load_state_dict(state)
@@ -161,8 +165,8 @@ def warnings_of_a_start() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hooktrain.data.batches").addHandler(handler)
-    for data in (Numbers(), range(10)):
-        batches = Batches(build_train_loader(data, total_batch_size=2, seed=0))
+    for loader in loaders_with_a_position():
+        batches = Batches(loader)
         for _ in range(2):
             batches.state_dict()
     return told
@@ -344,13 +348,14 @@ def test_a_state_without_a_position_is_told(caplog: pytest.LogCaptureFixture) ->
     assert "starts from the beginning" in caplog.text
 
 
-def test_a_stream_that_begins_anew_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_stream_that_begins_anew_is_told_what_would_go_on(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("hooktrain.data.loader.find_spec", lambda name: None)
-    stream = Batches(build_train_loader(Numbers(), total_batch_size=2))
+    stream = Batches(build_train_loader(Numbers(), total_batch_size=2, drop_last=True))
+    assert len(list(islice(stream, 2))) == 2
     stream.load_state_dict(stream.state_dict())
-    assert "pip install 'hooktrain[streams]'" in caplog.text
+    assert "StatefulDataLoader" in caplog.text
+    assert next(stream).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("taken", "read_again"), [(2, 0), (3, 1), (4, 0)])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import build_test_loader, build_train_loader
@@ -124,7 +125,7 @@ class BlockedWithState(Blocked):
 def test_workers_ignore_signals_also_where_the_state_of_a_stream_is_asked_first(
     kind: type[Blocked],
 ) -> None:
-    batches = Batches(build_train_loader(kind(), total_batch_size=1, num_workers=1))
+    batches = Batches(StatefulDataLoader(kind(), 1, num_workers=1))
     batches.state_dict()
     assert next(batches).tolist() == [True]
 
