@@ -60,7 +60,7 @@ setup(
     packages=find_packages(include=["hooktrain", "hooktrain.*"]),
     package_data={"hooktrain": ["py.typed", "demos/digits_data/*"]},
     install_requires=[
-        "torch>=2.9.0a0",
+        "torch>=2.10.0a0",
         "filelock>=3.30",  # torch needs it too, in any version
         "numpy>=1.24",
         "tabulate>=0.9",

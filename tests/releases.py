@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-# They read a tensor that two dimensions of a mesh divide in a wrong order.
-meshes_work = torch.__version__ >= "2.10"
-needs_meshes = pytest.mark.skipif(not meshes_work, reason="torch < 2.10")
-
 # Their collectives over gloo are not recorded, and their threads have no names.
 needs_records = pytest.mark.skipif(torch.__version__ < "2.11", reason="torch < 2.11")
 

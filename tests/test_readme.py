@@ -20,7 +20,6 @@ from hooktrain.engine import hooks
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors
 from processes import run_program
-from releases import needs_meshes
 from toys import linear_trainer
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +86,6 @@ def test_the_program_of_the_readme_agrees_with_itself_and_goes_on_when_started_a
     assert (output / "model_final.pth").read_bytes() == final
 
 
-@needs_meshes
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
     first = "import os, vision; os.environ['TORCH_HOME'] = 'downloads'"
     first += "; os.environ.update(HF_HUB_OFFLINE='1', HF_HOME='downloads')"
@@ -180,7 +178,6 @@ def divided(program: str) -> tuple[float, Any]:
     return loss.item(), full_tensors(model.state_dict())
 
 
-@needs_meshes
 def test_the_model_that_the_guide_divides_computes_what_it_did() -> None:
     (program,) = [block for block in programs(GUIDE) if "ColwiseParallel()" in block]
     (loss, weights), (other, _) = run_ranks(divided, 2, program)

@@ -67,8 +67,7 @@ class FSDPStrategy(BaseStrategy):
         ValueError: in :meth:`setup`, if ``mesh`` has an unknown dimension or does not fit the
             number of ranks; in :meth:`wrap_model`, if ``wrap`` or ``parallelize`` does not fit
             the model.
-        RuntimeError: for a ``mesh`` with ``tensor`` or ``context`` before torch 2.10; in
-            :meth:`wrap_model`, without a process group.
+        RuntimeError: in :meth:`wrap_model`, without a process group.
     """
 
     mesh: DeviceMesh
@@ -96,14 +95,6 @@ class FSDPStrategy(BaseStrategy):
             "reshard_after_forward": reshard_after_forward,
         }
         self.mesh_sizes = dict(mesh or {})
-        if (
-            torch.__version__ < "2.10"
-            and {"tensor", "context"} & self.mesh_sizes.keys()
-        ):
-            raise RuntimeError(
-                f"mesh={mesh!r} needs torch 2.10 or later: torch {torch.__version__} gathers "
-                "tensors that two dimensions divide in a wrong order"
-            )
         self.parallelize: Any = parallelize
         if isinstance(parallelize, str):
             self.parallelize = locate(parallelize)

@@ -22,10 +22,7 @@ from hooktrain.model import ExponentialMovingAverage
 from hooktrain.strategy import FSDPStrategy, SingleDeviceStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors, local_tensor
-from releases import needs_meshes
 from sharding_toys import DATA, Run, resumed_run, saved_run
-
-pytestmark = needs_meshes
 
 CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(1, 16, 2), fused=False)
 PLAN = "hooktrain.demos.text_parallel.parallelize"

@@ -13,7 +13,6 @@ from gloo import run_ranks
 from hooktrain.strategy import DDPStrategy, FSDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor, local_tensor
-from releases import meshes_work, needs_meshes
 from sharding_toys import CONFIG, DATA, make_model, make_strategy, make_wrapper, train
 
 
@@ -106,9 +105,8 @@ def _refused() -> None:
     cases: list[Any] = [
         ("{'replicate': 3}", Mean(), {"replicate": 3}, None),
         ("{'pipeline': 2}", Mean(), {"pipeline": 2}, None),
+        (r"fc\.weight", Mean(), {"tensor": 2}, divide_rows),
     ]
-    if meshes_work:
-        cases += [(r"fc\.weight", Mean(), {"tensor": 2}, divide_rows)]
     for message, model, mesh, parallelize in cases:
         strategy = FSDPStrategy(device="cpu", mesh=mesh, parallelize=parallelize)
         with pytest.raises(ValueError, match=message):
@@ -121,7 +119,7 @@ def _on_two_ranks() -> dict[str, Any]:
         "compiled": _losses(compile={"backend": "eager"}),
         "blocks": _compiled_blocks(),
         **dict(zip(("deferred", "drawn"), _deferred(), strict=True)),
-        "context": _context() if meshes_work else None,
+        "context": _context(),
         "replicated": _replicated(),
         "own": _own(),
         "refused": _refused(),
@@ -155,7 +153,6 @@ def test_a_deferred_model_has_the_weights_of_one_process(
     assert torch.equal(two[0]["drawn"], two[1]["drawn"])
 
 
-@needs_meshes
 def test_ranks_of_a_context_compute_one_batch_together(
     two: list[dict[str, Any]],
 ) -> None:
@@ -191,13 +188,3 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         FSDPStrategy(mp_policy={"dtype": "bfloat16"})
     with pytest.raises(RuntimeError, match="torchrun"):
         FSDPStrategy(device="cpu", seed=0).prepare(make_model())
-
-
-@pytest.mark.parametrize("dimension", ["tensor", "context"])
-def test_a_release_that_puts_divided_tensors_together_wrongly_is_refused(
-    dimension: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.9.1+cu128"))
-    FSDPStrategy(mesh={"replicate": 2})
-    with pytest.raises(RuntimeError, match=r"'" + dimension + r".*2\.10.*2\.9\.1"):
-        FSDPStrategy(mesh={dimension: 2})

@@ -268,7 +268,7 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tool = load_tool("train_net")
-    packages = ["torch>=2.9", 'pillow>=9.4; extra == "detection"']
+    packages = ["torch>=2.10", 'pillow>=9.4; extra == "detection"']
     packages.append("pycocotools>=2.0.8; extra == 'detection'")
     monkeypatch.setattr(tool.metadata, "requires", lambda _: packages)
 
