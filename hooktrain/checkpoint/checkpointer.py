@@ -98,7 +98,7 @@ class Checkpointer:
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
         self.run_files: RunFiles = tuple
-        has_store = store and self.save_dir and (sharded or comm.is_main_process())
+        has_store = store and self.save_dir
         self._store = Store(store, self.save_dir) if has_store else None
         self._worker = BackgroundWorker("checkpoint")
         self._memory: Any = {}  # of the copy that the background writes
@@ -339,12 +339,8 @@ class Checkpointer:
         Raises:
             CorruptCheckpointError: if there are some, and none is intact.
         """
-        candidates = self._names_to_resume()
         problems = []
-        while True:
-            name, *_ = on_all_ranks_patiently(lambda: next(candidates, None))
-            if name is None:
-                break
+        for name in self._names_to_resume():
             path = os.path.join(self.save_dir, name)
             try:
                 return path, read_on_all_ranks(path, self.model)
@@ -366,11 +362,17 @@ class Checkpointer:
         return None
 
     def _names_to_resume(self) -> Iterator[str]:
-        """The names of the checkpoints to try, newest first, on the main process."""
-        self.wait()
-        if comm.is_main_process():
-            names = names_to_resume(self.save_dir, self._of_a_run)
-            yield from self._store.names_to_resume(names) if self._store else names
+        """The names of the checkpoints to try, newest first. Collective."""
+
+        def names_on_main() -> Iterator[str]:
+            self.wait()
+            if comm.is_main_process():
+                yield from names_to_resume(self.save_dir, self._of_a_run)
+
+        # Patiently, since it may read all of a file to find its iteration.
+        following = partial(next, names_on_main(), None)
+        names = iter(lambda: on_all_ranks_patiently(following)[0], None)
+        return self._store.names_to_resume(names) if self._store else names
 
     def resume_or_load(
         self,

@@ -21,6 +21,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from operator import index
@@ -37,25 +38,29 @@ from hooktrain.checkpoint.resume import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
+from hooktrain.utils.comm import on_all_ranks_patiently, on_main_process
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 
 logger = logging.getLogger(__name__)
 
+Files = dict[str, str]
+"""Names in the store, by the paths in the output folder."""
+
 Entry = dict[str, Any]
 """The ``name`` of a file or a folder of shards in the output folder, the ``iteration`` of a
-checkpoint, or -1 for what is beside, and the ``files``: names in the store by paths."""
+checkpoint, or -1 for what is beside, and its ``files``."""
 
 RunFiles = Callable[[], Iterable[AnyPath]]
 """Returns the paths of the files and folders of shards that go into a store with each checkpoint,
 such as metrics. Those that are missing or not in the output folder are left out."""
 
 _BEAT_SECONDS = 1.0
-# How long the main process waits for the shards of other ranks when its own are there.
-_PATIENCE_SECONDS = 60.0
+# So many beats the main process waits for the shards of other ranks when its own are there.
+_PATIENCE = 60
 _KEY = re.compile(r"\d{18,}-\d+-[^/]+")
 _POINTER = re.compile(r"pointer-\d{8}-.+\.json")
 # The names that a run gives to its files in a store, some for a moment. Others may be of the user.
-_OF_A_RUN = re.compile(rf"{_KEY.pattern}|\.?pointer-\d{{8}}-.+")
+_OF_A_RUN = re.compile(r"\d{18,}-\d+-[^/]+|\.?pointer-\d{8}-.+")
 
 
 class StoreTakenError(RuntimeError):
@@ -63,7 +68,9 @@ class StoreTakenError(RuntimeError):
 
 
 class Store:
-    """Puts the newest checkpoint of a folder into a store, and brings it back. Not collective.
+    """Puts the newest checkpoint of a folder into a store, and brings it back.
+
+    Each rank has one. Of a folder of shards it puts and fetches its own share.
 
     Args:
         address: of a folder that no other run uses, such as ``s3://bucket/run``; or the absolute
@@ -81,27 +88,31 @@ class Store:
 
     def __init__(self, address: AnyPath, folder: AnyPath) -> None:
         import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
 
         self.address = os.fspath(address).rstrip("/")
-        self._system, self._root = fsspec.url_to_fs(self.address)
+        system, root = fsspec.url_to_fs(self.address)
+        self._system = DirFileSystem(root, system)  # in which the root is ""
         self._folder = Path(folder)
-        self._is_local = getattr(self._system, "local_file", False)
+        self._is_local = getattr(system, "local_file", False)
         if self._is_local:
-            root, folder = Path(self._root).resolve(), self._folder.resolve()
-            if root.is_relative_to(folder) or not self.address.endswith(self._root):
+            is_inside = Path(root).resolve().is_relative_to(self._folder.resolve())
+            if is_inside or not self.address.endswith(root):
                 raise ValueError(
-                    f"the store {self.address!r} would be the folder {self._root}: give an "
-                    "address, such as s3://bucket/run, or an absolute path outside of the output "
-                    "folder"
+                    "a store is an address, such as s3://bucket/run, or an absolute path outside "
+                    f"of the output folder, not {self.address!r}"
                 )
         self.worker = BackgroundWorker("upload")
         self._rank = comm.get_rank()  # the thread may outlive the process group
+        self._ranks = comm.get_world_size()
         self._claim = ""  # the beginning of the names of this process's pointers
         self._count = 0  # of its pointers
         self._entries: list[Entry] = []  # of its last pointer
+        # The names and sizes of the files in the last list, and the names of those put since.
+        self._there: dict[str, float] = {}
 
     def begin(self, *, is_new: bool) -> None:
-        """Claim the store for this process.
+        """Claim the store for this process. Not collective: the main process calls it.
 
         Args:
             is_new: whether the run has loaded no checkpoint.
@@ -109,13 +120,13 @@ class Store:
         Raises:
             ValueError: if it is new, and checkpoints are in the store.
         """
-        there, entries = self._look()
+        entries = self._look()
         if is_new and entries:
             raise ValueError(
                 f"there is a run in the store {self.address!r}: resume it, or give "
                 "another address"
             )
-        number = int(_newest_pointer(there)[8:16] or 0) + 1
+        number = int(self._newest_pointer()[8:16] or 0) + 1
         # No other process has this name, so two that claim it at once do not share a file.
         self._claim = f"pointer-{number:08}-{socket.gethostname()}-{uuid4()}-"
         self._write(entries)
@@ -124,6 +135,7 @@ class Store:
         """The checkpoints to try, of the folder and of the store, the newest ones first.
 
         One of the store is fetched when its turn comes: after those of the folder that are as new.
+        Collective: each rank fetches its share.
 
         Args:
             names: of those in the folder, in their order. Where the iteration rises, the
@@ -134,71 +146,89 @@ class Store:
                 store was broken.
             OSError: if the store or the disk fails.
         """
-        there, stored = self._look()
-        broken = []
+        entries = on_main_process(self._look)
+        tried: list[Entry] = []
         lowest = math.inf
         for name in chain(names, [""]):
-            iteration = pointed_iteration(self._folder, name)
+            iteration = on_main_process(partial(pointed_iteration, self._folder, name))
             if iteration is None or iteration > lowest:
                 iteration = -1  # all of the store come first
             lowest = iteration
-            while stored and stored[-1]["iteration"] > lowest:
-                saved = stored.pop()
+            while entries and entries[-1]["iteration"] > lowest:
+                saved = entries.pop()
+                if saved in tried:
+                    continue
+                tried.append(saved)
                 try:
-                    self._fetch(saved, stored, there)
+                    self._fetch(saved, entries)
                     yield saved["name"]
                 except (CorruptCheckpointError, FileNotFoundError) as error:
-                    message = "Passing over the checkpoint %s in %s: %s"
-                    logger.warning(message, saved["name"], self.address, error)
-                    broken.append(saved)
+                    logger.warning(
+                        "Passing over the checkpoint %s in %s: %s",
+                        saved["name"],
+                        self.address,
+                        error,
+                    )
                     # A machine that still trains may have replaced files.
-                    there, entries = self._look()
-                    stored = [each for each in entries if each not in broken]
+                    entries = on_main_process(self._look)
             if name:
                 yield name
-        if broken:
+        if tried:
             raise CorruptCheckpointError(
-                f"in {self.address} these are broken: {[each['name'] for each in broken]}"
+                f"in {self.address} these are broken: {[each['name'] for each in tried]}"
             )
 
-    def _fetch(self, saved: Entry, others: list[Entry], there: dict[str, int]) -> None:
+    def _fetch(self, saved: Entry, others: list[Entry]) -> None:
         """Bring a checkpoint into the folder, and what is intact of the files beside it."""
         logger.info("Fetching %s from %s", saved["name"], self.address)
-        self._get(saved, there)
+        self._get(saved)
         for each in others:
             try:
                 if each["iteration"] < 0:
-                    self._get(each, there)
-            except (CorruptCheckpointError, FileNotFoundError) as error:
-                if self._list() != there:
-                    raise
+                    self._get(each)
+            except CorruptCheckpointError as error:
                 logger.error("LEFT OUT, since it is not intact: %s", error)
-        write_iteration(self._folder, saved["iteration"])
-        # Last, so that after a kill all of it is fetched again.
-        write_pointer(self._folder, saved["name"])
 
-    def _get(self, entry: Entry, there: dict[str, int]) -> None:
-        """Bring a file, or a folder of shards, and verify it."""
+        def tag() -> None:
+            write_iteration(self._folder, saved["iteration"])
+            # Last, so that after a kill all of it is fetched again.
+            write_pointer(self._folder, saved["name"])
+
+        on_main_process(tag)
+
+    def _get(self, entry: Entry) -> None:
+        """Bring a file, or a folder of shards, and verify it. Collective."""
         from hooktrain.checkpoint.folders import verify_folder
 
         target = self._folder / entry["name"]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as temporary:
-            for path, key in entry["files"].items():
-                local = temporary / os.path.relpath(path, entry["name"])
-                local.parent.mkdir(exist_ok=True)
-                with atomic_write(local) as file:
-                    if key in there:  # a link is not
-                        self._system.get_file(f"{self._root}/{key}", file.name)
-                    # Metrics may have got further lines while they were being put there.
-                    if os.path.getsize(file.name) < _size(key):
-                        raise CorruptCheckpointError(
-                            f"{path} is missing or cut in {self.address}"
-                        )
-            if temporary.is_dir():
-                verify_folder(temporary)
-            elif target.suffix == ".pth":
-                verify_file(temporary)
+        with ExitStack() as stack:
+
+            def begin() -> Path:
+                missing = self._missing(entry["files"])
+                if missing:
+                    raise CorruptCheckpointError(
+                        f"{list(missing)} is missing or cut in {self.address}"
+                    )
+                target.parent.mkdir(parents=True, exist_ok=True)
+                return stack.enter_context(replacing(target))
+
+            def bring() -> None:
+                for path, key in self._share(entry["files"]).items():
+                    local = temporary / os.path.relpath(path, entry["name"])
+                    local.parent.mkdir(exist_ok=True)
+                    with atomic_write(local) as file:
+                        self._system.get_file(key, file.name)
+
+            def verify() -> None:
+                if temporary.is_dir():
+                    verify_folder(temporary, self._rank, self._ranks)
+                elif target.suffix == ".pth" and self._rank == 0:
+                    verify_file(temporary)
+
+            temporary = on_main_process(begin)
+            on_all_ranks_patiently(bring)
+            on_all_ranks_patiently(verify)
+            on_main_process(stack.close)  # the rename
 
     def offer(self, run_files: RunFiles) -> bool:
         """Begin to put the newest checkpoint of the folder into the store, in a thread.
@@ -216,9 +246,20 @@ class Store:
             StoreTakenError: on the main process, if the upload before has found that another
                 process goes on with the run.
         """
+
+        def upload() -> None:
+            try:
+                self._upload(run_files)
+            except StoreTakenError:
+                raise
+            except Exception as error:  # each package raises its own
+                logger.error(
+                    "NOT IN THE STORE %s: %r. It is tried again", self.address, error
+                )
+
         is_free = self.worker.wait(0)
         if is_free:
-            self.worker.submit(partial(self._try_upload, run_files), daemon=True)
+            self.worker.submit(upload, daemon=True)
         else:
             logger.warning(
                 "This checkpoint does not go to %s, since one is still on its way",
@@ -237,16 +278,6 @@ class Store:
         if self._rank == 0:
             self._upload(run_files)
 
-    def _try_upload(self, run_files: RunFiles) -> None:
-        try:
-            self._upload(run_files)
-        except StoreTakenError:
-            raise
-        except Exception as error:  # each package raises its own
-            logger.error(
-                "NOT IN THE STORE %s: %r. It is tried again", self.address, error
-            )
-
     def _upload(self, run_files: RunFiles) -> None:
         name = read_pointer(self._folder)
         iteration = pointed_iteration(self._folder, name)
@@ -255,33 +286,32 @@ class Store:
             return
         newest = self._entry(name, iteration)
         files = newest["files"]
-        if self._rank > 0:
-            self._put(files, {}, self._rank)
-            return
         if not files:
             raise FileNotFoundError(f"{name} was deleted before it was in the store")
+        if self._rank > 0:
+            self._put(self._share(files))
+            return
         if not self._claim:
             self.begin(is_new=False)
-        there = self._list()
-        self._put(files, there, self._rank)
-        paths = [os.path.relpath(path, self._folder) for path in run_files()]
-        beside = []
-        for path in filter(_is_inside, paths):
-            beside.append(self._entry(path))
-            self._put(beside[-1]["files"], there)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not _are_there(files, there) and time.monotonic() < deadline:
+        self._list()
+        self._put(self._share(files))
+        for _ in range(_PATIENCE):
+            if not self._missing(files):
+                break
             time.sleep(_BEAT_SECONDS)
-            there = self._list()
-        self._put(files, there)
-        known = self._entries
+            self._list()
+        paths = [os.path.relpath(path, self._folder) for path in run_files()]
+        beside = list(map(self._entry, filter(_is_inside, paths)))
+        for each in (*beside, newest):
+            self._put(each["files"])
         # Later ones are of a past from which the run has not gone on.
-        older = [each for each in known if 0 <= each["iteration"] < iteration]
+        older = [each for each in self._entries if 0 <= each["iteration"] < iteration]
+        is_known = newest in self._entries  # and what is beside it may be new
         entries = [*beside, *older[-1:], newest]
         self._write([each for each in entries if each["files"]])
-        if name not in [each["name"] for each in known]:  # what is beside it may be new
+        if not is_known:
             logger.info("%s is in the store %s", name, self.address)
-        self._delete_old(there)
+        self._delete_old()
 
     def _entry(self, name: str, iteration: int = -1) -> Entry:
         files = {}
@@ -289,56 +319,70 @@ class Store:
         for path in filter(Path.is_file, [place, *place.rglob("*")]):
             status = path.stat()
             inside = path.relative_to(self._folder).as_posix()
-            flat = inside.replace("/", ".")
-            files[inside] = f"{status.st_mtime_ns:018}-{status.st_size}-{flat}"
+            key = f"{status.st_mtime_ns:018}-{status.st_size}-{inside}"
+            files[inside] = key.replace("/", ".")
         return {"name": name, "iteration": iteration, "files": files}
+
+    def _share(self, files: Files) -> Files:
+        """The part of the files that this rank puts or fetches."""
+        return dict(sorted(files.items())[self._rank :: self._ranks])
 
     # What is asked of a store.
 
-    def _list(self) -> dict[str, int]:
-        """The names and sizes of the files there, if this process may still write there."""
+    def _list(self) -> None:
+        """Look what is there, if this process may still write there."""
         self._system.invalidate_cache()
         try:
-            found = self._system.ls(self._root, detail=True)
+            found = self._system.ls("", detail=True)
         except FileNotFoundError:
             found = []
-        files = [each for each in found if each["type"] == "file"]
-        there = {os.path.basename(each["name"]): each["size"] for each in files}
-        newest = _newest_pointer(there)
-        if newest > self._claim and not newest.startswith(self._claim):
+        self._there = {
+            each["name"]: each["size"]
+            for each in found
+            if each["type"] == "file"  # not a link
+        }
+        newest = self._newest_pointer()
+        if newest[: len(self._claim)] > self._claim:
             raise StoreTakenError(
                 f"another process goes on with the run in {self.address!r}: {newest}. "
                 "So this one must end"
             )
-        return there
 
-    def _look(self) -> tuple[dict[str, int], list[Entry]]:
-        """What is there, and what the newest intact pointer names."""
-        there = self._list()
+    def _newest_pointer(self) -> str:
+        """The last one of the pointers there, or ""."""
+        return max(filter(_POINTER.fullmatch, self._there), default="")
+
+    def _missing(self, files: Files) -> Files:
+        """Those of the files that are not there, or cut."""
+        return {
+            path: key
+            for path, key in files.items()
+            if self._there.get(key, -1) < int(key.split("-")[1])
+        }
+
+    def _put(self, files: Files) -> None:
+        """Put files there, unless they are there."""
+        for path, key in self._missing(files).items():
+            self._system.put_file(str(self._folder / path), key)
+            self._there[key] = math.inf
+
+    def _look(self) -> list[Entry]:
+        """Look what is there, and what the newest intact pointer names."""
+        self._list()
         try:
-            return there, self._read(there)
+            return self._read()
         except FileNotFoundError:
-            there = self._list()  # a machine that still trains has written the next one
-            return there, self._read(there)
+            self._list()  # a machine that still trains has written the next one
+            return self._read()
 
-    def _put(
-        self, files: dict[str, str], there: dict[str, int], rank: int | None = None
-    ) -> None:
-        """Put files there, unless they are there; only those of a rank if it is given."""
-        for path, key in files.items():
-            is_wanted = rank in (None, _rank_of(path))
-            if is_wanted and not _are_there({path: key}, there):
-                self._system.put_file(str(self._folder / path), f"{self._root}/{key}")
-                there[key] = _size(key)
-
-    def _read(self, there: Iterable[str]) -> list[Entry]:
+    def _read(self) -> list[Entry]:
         """What the newest intact pointer names: beside, and the checkpoints, the newest last."""
-        pointers = sorted(filter(_POINTER.fullmatch, there))
+        pointers = sorted(filter(_POINTER.fullmatch, self._there))
         while pointers:
-            pointer = f"{self._root}/{pointers.pop()}"
+            pointer = pointers.pop()
             try:
                 text = self._system.cat_file(pointer)
-                with reading(pointer):
+                with reading(f"{self.address}/{pointer}"):
                     return list(map(_checked, json.loads(text)))
             except CorruptCheckpointError as error:
                 if not pointers:
@@ -350,48 +394,29 @@ class Store:
         """Write the next pointer."""
         self._count += 1
         content = json.dumps(entries, indent=1).encode()
-        path = f"{self._root}/{self._claim}{self._count:08}.json"
+        name = f"{self._claim}{self._count:08}.json"
         if self._is_local:
-            os.makedirs(self._root, exist_ok=True)
-            with atomic_write(path) as file:  # it survives a power cut
-                file.write(content)
+            os.makedirs(self._system.path, exist_ok=True)
+            with atomic_write(f"{self._system.path}/{name}") as file:
+                file.write(content)  # it survives a power cut
         else:
-            self._system.pipe_file(path, content)
+            self._system.pipe_file(name, content)
         self._entries = entries
 
-    def _delete_old(self, there: Iterable[str]) -> None:
+    def _delete_old(self) -> None:
         """Delete the files of runs there that the last pointer does not name."""
-        needed: set[str] = set()
-        for each in self._entries:
-            needed.update(each["files"].values())
+        needed = set().union(*[each["files"].values() for each in self._entries])
         try:
-            for name in filter(_OF_A_RUN.fullmatch, set(there) - needed):
+            for name in filter(_OF_A_RUN.fullmatch, self._there.keys() - needed):
                 # A process that takes over may be writing a pointer with a later number.
                 if name.lstrip(".")[:16] <= self._claim[:16]:
-                    self._system.rm_file(f"{self._root}/{name}")
+                    self._system.rm_file(name)
         except Exception as error:
-            message = "Old files stay in %s, which refuses to delete them: %r"
-            logger.warning(message, self.address, error)
-
-
-def _newest_pointer(there: Iterable[str]) -> str:
-    """The last one of the pointers among names, or ""."""
-    return max(filter(_POINTER.fullmatch, there), default="")
-
-
-def _size(key: str) -> int:
-    """The size that a file had when it was put there."""
-    return int(key.split("-")[1])
-
-
-def _are_there(files: dict[str, str], there: dict[str, int]) -> bool:
-    return all(there.get(key, -1) >= _size(key) for key in files.values())
-
-
-def _rank_of(path: str) -> int:
-    """The rank whose shard it is, by the name that torch gives it; 0 for all other files."""
-    shard = re.search(r"/__(\d+)_", path)
-    return int(shard[1]) if shard else 0
+            logger.warning(
+                "Old files stay in %s, which refuses to delete them: %r",
+                self.address,
+                error,
+            )
 
 
 def _is_inside(path: str) -> bool:
@@ -402,10 +427,9 @@ def _is_inside(path: str) -> bool:
 def _checked(entry: Entry) -> Entry:
     """An entry of a pointer, which may be forged."""
     name, files = entry["name"], entry["files"]
-    for path, key in files.items():
-        is_of_entry = _is_inside(path) and f"{path}/".startswith(f"{name}/")
-        if not (is_of_entry and _KEY.fullmatch(key)):
-            raise ValueError(f"it names {path!r} as {key!r}")
-    if not files:
-        raise ValueError(f"it names no file of {name!r}")
-    return {"name": name, "iteration": index(entry["iteration"]), "files": files}
+    of_entry = [
+        _is_inside(path) and f"{path}/".startswith(f"{name}/") for path in files
+    ]
+    if not files or not all([*of_entry, *map(_KEY.fullmatch, files.values())]):
+        raise ValueError(f"it names {name!r} with {files!r}")
+    return {**entry, "iteration": index(entry["iteration"])}

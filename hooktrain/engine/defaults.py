@@ -24,7 +24,7 @@ from hooktrain.strategy import create_ddp_model as create_ddp_model
 from hooktrain.strategy.environment import restart_count, set_random_seed
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
-from hooktrain.utils.comm import on_all_ranks_patiently, on_main_process
+from hooktrain.utils.comm import on_main_process
 from hooktrain.utils.file_io import lock_folder, on_disk, temporary_path
 from hooktrain.utils.logger import LEVELS, setup_logger
 
@@ -140,8 +140,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     logger.debug("Command line arguments: %s", args)
     path = Path(folder or "", "config.json")
     kept = folder if resumes else None
-    store = train.get("store") if goes_on else ""
-    earlier = on_all_ranks_patiently(partial(_earlier, path, store))[0] if kept else ""
+    if goes_on and folder and train.get("store"):
+        _fetch_run(train["store"], folder)
+    earlier = on_main_process(partial(_read, path)) if kept else ""
     to_resume = folder if goes_on else None
     seed, train["run_id"] = on_main_process(partial(_drawn, train, to_resume, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
@@ -169,12 +170,11 @@ def _claim_folder(
     return archived
 
 
-def _earlier(path: Path, store: str) -> str:
-    """Return the configuration of the run to resume, from the store if the folder has no run."""
+def _fetch_run(store: str, folder: str) -> None:
+    """Fetch the run to resume from the store if the folder has none. Collective."""
     # The Checkpointer looks for newer ones when it resumes.
-    if comm.is_main_process() and store and not checkpoint_names(path.parent):
-        next(Store(store, path.parent).names_to_resume([]), None)
-    return _read(path)
+    if not on_main_process(partial(checkpoint_names, folder)):
+        next(Store(store, folder).names_to_resume([]), None)
 
 
 def _read(path: Path) -> str:

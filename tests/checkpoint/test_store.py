@@ -3,6 +3,7 @@
 import glob
 import json
 import logging
+import math
 import re
 import shutil
 import struct
@@ -255,9 +256,8 @@ def test_a_file_beside_a_checkpoint_that_is_not_intact_is_left_out(
     assert not there & {best, "best[1].pth", "c"}
     assert not (tmp_path / "b" / "metrics.json").exists()
     assert (tmp_path / "b" / "val" / "metrics.json").exists()
-    errors = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert len(errors) == 3
-    assert "metrics.json is missing or cut" in caplog.text
+    assert caplog.text.count("LEFT OUT, since it is not intact") == 3
+    assert "['metrics.json'] is missing or cut" in caplog.text
 
 
 def test_the_newest_that_is_intact_counts_wherever_it_is(
@@ -608,13 +608,13 @@ def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_los
 
     get_file = MemoryFileSystem.get_file
 
-    def copy_late(*args: Any) -> None:
+    def get_late(*args: Any) -> None:
         monkeypatch.undo()
         save(first, 19)
         save(first, 29)
         get_file(*args)
 
-    monkeypatch.setattr(MemoryFileSystem, "get_file", copy_late)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_late)
     assert resumed(tmp_path / "b", memory) == 29
 
 
@@ -855,13 +855,13 @@ def put_by_each(
 ) -> tuple[list[str], list[bool]]:
     """Save shards; the names of the files that this rank puts there, and what its lists showed.
 
-    Unless they are refused, the shards of the other rank are there when this one has seen that they
-    are not.
+    Unless they are refused, those of the other rank are there when this one has seen that they are
+    not.
     """
     names: list[str] = []
     looks: list[bool] = []
     put, ls = LocalFileSystem.put_file, LocalFileSystem.ls
-    of_other = f"{folder.parent}/store/*__1_0.distcp"
+    of_other = f"{folder.parent}/store/*manifest.pth"
     looked = folder.parent / "looked"
 
     def recorded(system: Any, path: str, target: str) -> None:
@@ -881,7 +881,7 @@ def put_by_each(
 
     LocalFileSystem.put_file, LocalFileSystem.ls = recorded, listed
     store_module._BEAT_SECONDS = 0.01
-    store_module._PATIENCE_SECONDS = 0.1 if refuses else 30
+    store_module._PATIENCE = 10 if refuses else 3000
     checkpointer = Checkpointer(make_sharded(), folder, sharded=True, store=address)
     checkpointer.begin_run(is_new=True)
     checkpointer.save("model_0000009", iteration=9)
@@ -890,25 +890,77 @@ def put_by_each(
     return sorted(names), looks
 
 
-def test_each_rank_puts_its_shards_and_the_main_process_what_is_missing(
+SHARES = [[".metadata", "__1_0.distcp", "state.pth"], ["__0_0.distcp", "manifest.pth"]]
+
+
+def test_each_rank_puts_its_share_and_the_main_process_what_is_missing(
     tmp_path: Path,
 ) -> None:
-    of_main = [".metadata", "__0_0.distcp", "manifest.pth", "state.pth"]
-    of_main = [f"model_0000009.{file}" for file in of_main]
-    shards = ["model_0000009.__1_0.distcp"]
+    of_main, of_other = ([f"model_0000009.{file}" for file in each] for each in SHARES)
     for refuses in (False, True):
         folder = tmp_path / str(refuses)
         address = f"file://{folder}/store"
         main, other = run_ranks(put_by_each, 2, folder / "a", address, refuses)
         names, looks = main
-        assert names == (sorted(of_main + shards) if refuses else of_main)
-        assert other == ([] if refuses else shards, [])  # it asks for no list
+        assert names == (sorted(of_main + of_other) if refuses else of_main)
+        assert other == ([] if refuses else of_other, [])  # it asks for no list
         assert (
             looks[:3] == [False] * 3
         )  # as it begins, before its files, and as it waits
         assert looks[-1] != refuses
         alone = Checkpointer(make_model(), folder / "b", store=address)
         assert alone.resume_or_load("")["iteration"] == 9
+
+
+def get_by_each(folder: Path, address: str) -> tuple[str, list[str], float]:
+    """The error of a fetch that fails on rank 1; what each rank fetches then, and its weight."""
+    names: list[str] = []
+    get = LocalFileSystem.get_file
+    refuses = True
+
+    def recorded(system: Any, path: str, target: str) -> None:
+        if refuses and comm.get_rank() == 1:
+            raise PermissionError("denied")
+        names.append(Path(path).name.split("-", 2)[-1])
+        get(system, path, target)
+
+    LocalFileSystem.get_file = recorded
+    # It saves files, and goes on from a folder of shards.
+    checkpointer = Checkpointer(make_sharded(), folder, store=address)
+    with pytest.raises(PermissionError) as problem:
+        checkpointer.resume_or_load("")
+    if comm.is_main_process():
+        assert list(folder.iterdir()) == []
+    comm.synchronize()
+    refuses = False
+    names.clear()
+    assert checkpointer.resume_or_load("")["iteration"] == 9
+    model = full_state_dict(checkpointer.model)  # on the main process
+    weight = model["norm.weight"].mean().item() if model else math.nan
+    return str(problem.value), sorted(names), weight
+
+
+def test_each_rank_fetches_its_share_and_an_error_of_one_reaches_all(
+    tmp_path: Path,
+) -> None:
+    address = f"file://{tmp_path}/store"
+    model = make_model()
+    nn.init.constant_(model.norm.weight, 9)
+    first = Checkpointer(model, tmp_path / "a", store=address, sharded=True)
+    first.run_files = lambda: [tmp_path / "a" / "metrics.json"]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.json").write_text("{}")
+    first.save("model_0000009", iteration=9)
+    first.finish()
+    main, other = run_ranks(get_by_each, 2, tmp_path / "b", address)
+    of_main = [".metadata", "manifest.pth"]
+    of_other = ["__0_0.distcp", "state.pth"]
+    of_main, of_other = (
+        [f"model_0000009.{file}" for file in each] for each in (of_main, of_other)
+    )
+    assert main == ("denied", ["metrics.json", *of_main], 9.0)
+    assert other[:2] == ("denied", of_other)
+    assert (tmp_path / "b" / "metrics.json").read_text() == "{}"
 
 
 @pytest.fixture
@@ -949,7 +1001,7 @@ def test_a_list_that_the_file_system_keeps_does_not_hide_another_machine(
         return kept[0]
 
     monkeypatch.setattr(MemoryFileSystem, "ls", keeping)
-    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda _: kept.clear())
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda *_: kept.clear())
     first = machine(tmp_path / "a", memory)
     first.begin_run(is_new=True)
     save(first, 9)

@@ -17,7 +17,7 @@ from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.compat.detectron2.functions import CONFIG
 from hooktrain.compat.detectron2.paths import PathManager
 from hooktrain.engine import TrainerBase, hooks
-from hooktrain.utils.comm import on_all_ranks, on_all_ranks_patiently, on_main_process
+from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, publish
 from hooktrain.utils.periods import in_iterations
 
@@ -129,7 +129,7 @@ class Checkpointer(core.Checkpointer):
 
         if resume:
             # If the store has a newer one, that is fetched.
-            on_all_ranks_patiently(lambda: next(self._names_to_resume(), None))
+            next(self._names_to_resume(), None)
         newest = on_main_process(find_newest)
         if not newest:
             return self.load(path, checkpointables=[])
