@@ -16,8 +16,8 @@ from hooktrain.checkpoint.resume import delete_after_verifying, find_best
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
+from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
-from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.evaluation.evaluator import DatasetEvaluators
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.utils import comm
@@ -55,6 +55,7 @@ class EvalHook(HookBase):
     Attributes:
         last_results: what the function returned last on this rank.
         announce: called right before the function; None for nothing.
+        is_told: whether a warning has said that results are missing.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
@@ -63,7 +64,6 @@ class EvalHook(HookBase):
     needs_every_rank = True
     phase = "evaluate"
     announce: Callable[[], None] | None = None
-    _evaluated = -1  # so many iterations were done at the last evaluation
 
     def __init__(
         self,
@@ -79,30 +79,28 @@ class EvalHook(HookBase):
         self._func = eval_function
         self._eval_after_train = eval_after_train
         self.last_results: Mapping[str, Any] = {}
-        self._results: Mapping[str, float] = {}  # the last ones, equal on all ranks
-        self._is_told = False  # that results are missing
+        self.is_told = False
 
     def before_train(self) -> None:
         """Find the results of a complete run that is started again."""
-        self._evaluated = -1
-        known = self.trainer.storage.info.get(self._name_of_info())
-        if known is not None:
-            self._evaluated, self.last_results = known["done"], known["results"]
+        self.last_results = self._last().get("results", {})
 
-    def _name_of_info(self) -> str:
+    def _last(self) -> dict[str, Any]:
+        """How many iterations were done at the last evaluation, and its results on all ranks."""
         named = named_hooks(self.trainer.hooks)
-        return next(f"evaluation by {name}" for name in named if named[name] is self)
+        name = next(name for name in named if named[name] is self)
+        info: Any = self.trainer.storage.info  # checkpoints have it
+        return info.setdefault(f"evaluation by {name}", {})  # type: ignore[no-any-return]
 
     def after_step(self) -> None:
         """Evaluate at the end of a period, and in the last iteration."""
         at_end = self._eval_after_train and self.trainer.is_last
         if at_end or self._period.is_due(self.trainer):
-            self._evaluated = self.trainer.done
             self._do_eval()
 
     def after_train(self) -> None:
         """Evaluate after an early stop, or if a complete run has no results yet."""
-        is_new = self._evaluated != self.trainer.done
+        is_new = self._last().get("done") != self.trainer.done
         if self._eval_after_train and self.trainer.succeeded and is_new:
             self._do_eval()
 
@@ -114,11 +112,7 @@ class EvalHook(HookBase):
         self.trainer.seed_generators(self.trainer.done, "evaluation")
         with self.trainer.clock.pause("evaluation"):
             try:
-                before = DatasetEvaluators.evaluations
-                self.last_results = self._func() or {}
-                numbers = as_numbers(self.last_results)
-                if not numbers and DatasetEvaluators.evaluations > before:
-                    self._tell_without_results()
+                numbers = self._evaluate()
             except Exception as raised:
                 logger.error(
                     "The evaluation failed: the run ends after the other hooks of this iteration"
@@ -136,21 +130,25 @@ class EvalHook(HookBase):
             return numbers
 
         try:
-            self._results = comm.on_all_ranks(outcome)[0]  # the main process's
+            results = comm.on_all_ranks(outcome)[0]  # the main process's
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        known = {"done": self.trainer.done, "results": self._results}
-        self.trainer.storage.info[self._name_of_info()] = known
-        self.trainer.after_evaluation(self._results)
+        self._last().update(done=self.trainer.done, results=results)
+        self.trainer.after_evaluation(results)
 
-    def _tell_without_results(self) -> None:
-        if comm.is_main_process() and not self._is_told:
-            self._is_told = True
+    def _evaluate(self) -> dict[str, float]:
+        before = DatasetEvaluators.evaluations
+        self.last_results = self._func() or {}
+        numbers = as_numbers(self.last_results)
+        is_lost = not numbers and DatasetEvaluators.evaluations > before
+        if is_lost and comm.is_main_process() and not self.is_told:
+            self.is_told = True
             logger.warning(
                 "eval_function returned no results, but evaluators gave some: is a `return "
                 "inference_on_dataset(...)` missing?"
             )
+        return numbers
 
 
 def _wait_for_all_ranks(seconds: float | None) -> bool:
@@ -207,26 +205,35 @@ def tell_without_evaluation(hook: HookBase, metric: str) -> None:
 
 
 def find_result(
-    trainer: TrainerBase, metric: str, results: Mapping[str, float]
+    hook: HookBase, metric: str, results: Mapping[str, float]
 ) -> float | None:
-    """The metric among the results of an evaluation; None if only another evaluation gives it.
+    """The metric that a hook waits for; None if only another evaluation gives it.
 
-    If every ``EvalHook`` has had results, and none of them was the metric, the run ends with an
-    error, after the other hooks have seen the iteration.
+    If every ``EvalHook`` has had results, and none of them was the metric, only a hook of the user
+    can give it, which a warning says. If there is none, the run ends with an error, after the other
+    hooks have seen the iteration.
     """
+    hooks = hook.trainer.hooks
     if metric in results:
         return results[metric]
-    evaluations = [hook for hook in trainer.hooks if isinstance(hook, EvalHook)]
-    is_known = metric in trainer.storage.results()
-    if evaluations and not is_known and all(hook._results for hook in evaluations):
-        hint = did_you_mean(metric, results)
-        trainer.raise_later(
-            ValueError(
-                f"no evaluation gives {metric!r}{hint}. A hook of yours that gives it has to call "
-                "trainer.after_evaluation before an EvalHook has results"
-            )
+    evaluations = [each for each in hooks if isinstance(each, EvalHook)]
+    is_known = metric in hook.trainer.storage.results()
+    if evaluations and not is_known and all(each._last() for each in evaluations):
+        problem = (
+            f"no EvalHook gives {metric!r}{did_you_mean(metric, results)}, and no hook of yours "
+            "has given it to trainer.after_evaluation so far"
         )
+        if not any(map(_is_of_user, hooks)):
+            hook.trainer.raise_later(ValueError(problem))
+        elif not evaluations[0].is_told:
+            evaluations[0].is_told = True
+            logger.warning(problem)
     return None
+
+
+def _is_of_user(hook: HookBase) -> bool:
+    is_own = type(hook).__module__.startswith("hooktrain.")
+    return isinstance(hook, CallbackHook) or not is_own
 
 
 class BestCheckpointer(HookBase):
@@ -287,22 +294,25 @@ class BestCheckpointer(HookBase):
         if self.trainer.start_iter > 0:
             self._follow_file()
 
-    def _averages(self) -> list[EMA]:
-        return [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
-
     def _check_average(self) -> None:
         """Refuse an average that nothing updates, and raw weights by the metric of an average."""
-        averages = self._averages()
+        averages = [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
         if self._ema is not None and self._ema not in averages:
             raise ValueError(
                 "ema= of BestCheckpointer (best_ema) is not registered, so its average stays as it "
                 "began: register that hook EMA with the trainer too"
             )
-        if self._ema is None and averages and self._val_metric.startswith("ema/"):
+        if self._ema is not None or not averages:
+            return
+        if self._val_metric.startswith("ema/"):
             raise ValueError(
                 f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would be "
                 "saved: give the hook EMA as ema= (best_ema)"
             )
+        logger.info(
+            "%s has the raw weights; for their average give the hook EMA as ema= (best_ema)",
+            self._file_prefix,
+        )
 
     def _follow_file(self) -> None:
         """Take the best value from the file or folder, where that has one.
@@ -325,21 +335,9 @@ class BestCheckpointer(HookBase):
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Save the model if the metric has its best value."""
-        value = find_result(self.trainer, self._val_metric, results)
-        if value is None:
-            return
-        if self.best_metric is None:
-            self._tell_of_raw_weights(results)
-        self._judge(value)
-
-    def _tell_of_raw_weights(self, results: Mapping[str, float]) -> None:
-        """The evaluation may have swapped in the average, unless it has results of both."""
-        has_both = any(name.startswith("ema/") for name in results)
-        if self._ema is None and self._averages() and not has_both:
-            logger.info(
-                "%s has the raw weights; for their average give the hook EMA as ema= (best_ema)",
-                self._file_prefix,
-            )
+        value = find_result(self, self._val_metric, results)
+        if value is not None:
+            self._judge(value)
 
     def _judge(self, value: float) -> None:
         trainer = self.trainer
@@ -347,7 +345,7 @@ class BestCheckpointer(HookBase):
         if self.on_every_rank:  # the main process knows what is in the file
             best = comm.broadcast((self.best_metric, self.best_iter))
             self.best_metric, self.best_iter = best
-        so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
+        so_far = self.best_metric
         logger.info("%s is %.4g; the best so far: %s", self._val_metric, value, so_far)
         if not is_better(value, self.best_metric, self._mode):
             return
@@ -461,7 +459,7 @@ class EarlyStopping(HookBase):
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Look at the result."""
-        value = find_result(self.trainer, self._metric, results)
+        value = find_result(self, self._metric, results)
         if value is None:
             return
         if is_better(value, self._best, self._mode, self._min_delta):

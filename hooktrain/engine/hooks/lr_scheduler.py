@@ -234,7 +234,7 @@ class LRScheduler(HookBase):
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Step what watches a result."""
         for metric, step in self._watched:
-            value = find_result(self.trainer, metric, results)
+            value = find_result(self, metric, results)
             if value is not None:
                 step(value)
         if self._to_watch:

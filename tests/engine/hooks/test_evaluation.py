@@ -17,7 +17,7 @@ from hooktrain.checkpoint import Checkpointer, load_checkpoint, save_file
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.compat import detectron2
-from hooktrain.engine import SimpleTrainer
+from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import (
     EMA,
     BestCheckpointer,
@@ -820,6 +820,21 @@ def test_hooks_that_evaluate_may_give_the_metric_later_than_others() -> None:
     trainer = Idle(CallbackHook(after_step=evaluate), stopping)
     trainer.train(0, 20)
     assert trainer.iter == 9
+
+
+def test_a_hook_of_the_user_may_give_the_metric_later_than_an_evaluation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Rare(HookBase):
+        def after_step(self) -> None:
+            if self.trainer.done % 5 == 0:
+                self.trainer.after_evaluation({"rare": 1.0})
+
+    stopping = EarlyStopping("rare", "max", patience=2)
+    trainer = Idle(Rare(), EvalHook(1, lambda: {"fast": 1.0}), stopping)
+    trainer.train(0, 20)
+    assert trainer.iter == 15
+    assert caplog.text.count("no EvalHook gives 'rare'") == 1
 
 
 @pytest.mark.parametrize("name", ["fast", "slow"])
