@@ -74,6 +74,9 @@ class Batches(Iterator[Any]):
         self._iterator: Iterator[Any] | None = None
         self._origin: dict[str, Any] | None = None  # see _reads_again
         self._ranks_are_told = False
+        if isinstance(loader, TrainLoader):
+            # They are counted here, so that no other iterator moves the position.
+            loader.is_counted = False
 
     def start(self) -> Iterator[Any]:
         """Start the loader and its workers unless they have started, and return its iterator.
@@ -132,6 +135,8 @@ class Batches(Iterator[Any]):
                 self._iterator = self._origin = None
             else:
                 self._taken += 1
+                if isinstance(self.loader, TrainLoader):
+                    self.loader.batches += 1
                 return batch
         raise ValueError(
             f"the data loader gives no batch: {self.loader!r}. Either it is empty, perhaps by "

@@ -53,10 +53,11 @@ class TrainLoader:
     """An endless stream of batches that knows its position.
 
     Iterating continues at the current position, which counts the batches handed out, not those
-    that workers have prepared. Everything random inside a sample is seeded by the seed and the
-    sample's position in the stream, if it comes from the global generators of torch, numpy or
-    Python. So the batches depend neither on the number of ranks and workers nor on interruptions,
-    and skipping reads no sample.
+    that workers have prepared. Once a trainer has the loader, only the batches that the trainer
+    takes are counted, and any other iterator leaves the position unchanged. Everything random
+    inside a sample is seeded by the seed and the sample's position in the stream, if it comes from
+    the global generators of torch, numpy or Python. So the batches depend neither on the number of
+    ranks and workers nor on interruptions, and skipping reads no sample.
 
     :func:`build_train_loader` makes it.
 
@@ -68,6 +69,7 @@ class TrainLoader:
         adopt_seed: whether the seed was drawn, so that a loaded state brings its own.
         options: the options of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
+        is_counted: whether iterating counts the batches. A trainer counts its own.
         endless: True; an evaluation refuses to wait for the end.
     """
 
@@ -78,6 +80,7 @@ class TrainLoader:
     adopt_seed: bool
     options: Mapping[str, Any]
     batches: int = 0
+    is_counted: bool = True
     endless: ClassVar[bool] = True
 
     def __len__(self) -> int:
@@ -109,7 +112,7 @@ class TrainLoader:
             # Reading a sample in this process must not change the random numbers of the step.
             with preserved_rng_state(spare) if in_process else nullcontext():
                 batch = next(batches)
-            self.batches += 1
+            self.batches += self.is_counted
             yield batch
 
     def _keys(self) -> Iterator[list[Key]]:
