@@ -3,8 +3,6 @@
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timezone
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,12 +20,11 @@ from hooktrain.engine.hook_list import (
     place_beside,
     place_by_phase,
 )
-from hooktrain.engine.losses import NONFINITE_HINT, LossRecorder
+from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.preflight import warn_of_events
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
-from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import end_of_run
@@ -61,7 +58,8 @@ class TrainerBase:
         storage: holds the metrics.
         agreement: what the ranks agree on at each exchange, such as an early stop.
         sync_period: the number of iterations from one exchange of the ranks to the next.
-        ends_period: whether the current iteration ends with an exchange, known before its hooks.
+        ends_period: whether the ranks exchange metrics after the current iteration, as they do at
+            the end of each period and of the run. It is known before the step.
         clock: where the time of the run goes; periods such as "10 minutes" end by it.
         meta: plain values that each checkpoint holds, such as the configuration.
         places_by_phase: whether :meth:`register_hooks` sorts hooks by their phases.
@@ -80,7 +78,6 @@ class TrainerBase:
     _begun: list[HookBase] | None = None
     _broke_off = False  # inside an iteration
     _has_backward = False  # whether after_backward was ever called
-    _is_checked = False  # all is finite in this iteration, as every rank knows
     _late_error: BaseException | None = None
     _epoch_length: int | None = None  # as it was set
     _loader_length = 0  # in batches; 0 is not known
@@ -232,8 +229,7 @@ class TrainerBase:
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks."""
         self.seed_generators(self.iter)
-        self._is_checked = False
-        self.ends_period = (self.iter + 1) % self.sync_period == 0
+        self.ends_period = (self.iter + 1) % self.sync_period == 0 or self.is_last
         self.storage.iter = self.iter
         self.clock.begin_step()
         for hook in self._hooks:
@@ -253,7 +249,7 @@ class TrainerBase:
         """Exchange metrics if a period ends, then call the hooks."""
         self.done = self.iter + 1
         self.clock.lap()
-        if self.ends_period or self.is_last:
+        if self.ends_period:
             self.synchronize()
             self.clock.lap()  # the wait for the device and for other ranks counts too
         self.clock.advance()
@@ -341,29 +337,12 @@ class TrainerBase:
         self._losses.check(self.done)
 
     def prepare_save(self) -> None:
-        """Check before a save that everything is finite on every rank. A collective.
-
-        The next :meth:`state_dict` of this iteration does not look at the weights again.
+        """Check before a save that the losses are finite on every rank. A collective.
 
         Raises:
-            FloatingPointError: on all ranks, if a loss or a weight of any rank is not finite.
+            FloatingPointError: on all ranks, if a loss of any rank is not finite.
         """
         self.synchronize()
-        # What is broken is found first, since hooks may gather their states.
-        on_all_ranks(partial(self._refuse, self.find_non_finite()))
-        self._is_checked = True
-
-    def find_non_finite(self) -> set[str]:
-        """Name what became infinite or NaN in this run and would be saved; here nothing."""
-        return set()
-
-    def _refuse(self, broken: set[str]) -> None:
-        self._losses.check(self.done)
-        if broken:
-            raise FloatingPointError(
-                f"Infinite or NaN at iteration={self.iter}, and not saved: "
-                f"{sorted(broken)[:10]}\n{NONFINITE_HINT}"
-            )
 
     @property
     def can_save(self) -> bool:
@@ -378,18 +357,15 @@ class TrainerBase:
         ``iteration`` is the last finished iteration, and -1 before the first.
 
         Raises:
-            FloatingPointError: if a loss was not finite, or if weights are not.
+            FloatingPointError: if a loss was not finite.
         """
-        if not self._is_checked:
-            self._refuse(self.find_non_finite())
-        self._is_checked = False
+        self._losses.check(self.done)
         meta = {
             **self.meta,
             "hooktrain": __version__,
             "torch": str(torch.__version__),
             "world_size": comm.get_world_size(),
             "seconds": self.clock.state_dict(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         return {
             "iteration": self.done - 1,

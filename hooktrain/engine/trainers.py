@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hooktrain.data.batches import Batches, warn_of_equal_samples
 from hooktrain.engine.hook_base import State
 from hooktrain.engine.hook_list import hook_states
+from hooktrain.engine.losses import NONFINITE_HINT
 from hooktrain.engine.preflight import (
     check_parts,
     log_modes,
@@ -30,6 +31,7 @@ from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy import warn_of_own_buffers
+from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.names import add_note, check_count, refuse_overrides
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import mover_to, non_finite, types_of
@@ -75,6 +77,9 @@ class ModelTrainer(TrainerBase):
     checkpointer: Any = None
     _adds_up = True  # whether the sum of the losses is recorded, as "total_loss"
     _data_time = 0.0  # seconds spent on batches since losses were recorded
+    _checked = (
+        -1
+    )  # so many iterations were done when everything was finite on every rank
 
     def __init__(
         self,
@@ -146,7 +151,7 @@ class ModelTrainer(TrainerBase):
         self._data_time = 0.0
         self._move = mover_to(self.model)  # the model may have moved since the last run
         self._not_finite_before = set()
-        self._not_finite_before = self.find_non_finite()
+        self._not_finite_before = self._find_non_finite()
         # When the run began; empty when that was looked at.
         self._first_versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
@@ -159,7 +164,7 @@ class ModelTrainer(TrainerBase):
         super().after_step()
         if not self._first_versions:
             return
-        if self.ends_period or self.is_last:
+        if self.ends_period:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, self._first_versions)
@@ -219,8 +224,21 @@ class ModelTrainer(TrainerBase):
             check_now=not self.async_write_metrics,
         )
 
-    def find_non_finite(self) -> set[str]:
-        """Name the tensors of a checkpoint that became infinite or NaN in this run.
+    def prepare_save(self) -> None:
+        """Check before a save that everything is finite on every rank. A collective.
+
+        The next :meth:`state_dict` of this iteration does not look at the weights again.
+
+        Raises:
+            FloatingPointError: on all ranks, if a loss or a weight of any rank is not finite.
+        """
+        super().prepare_save()
+        # What is broken is found first, since hooks may gather their states.
+        on_all_ranks(partial(self._refuse, self._find_non_finite()))
+        self._checked = self.done
+
+    def _find_non_finite(self) -> set[str]:
+        """The names of the tensors of a checkpoint that became infinite or NaN in this run.
 
         They are those of the model, of the optimizer, and of the hooks, such as an average.
         """
@@ -234,10 +252,25 @@ class ModelTrainer(TrainerBase):
         # Host-device synchronisation: one number for all tensors.
         return non_finite(saved) - self._not_finite_before
 
+    def _refuse(self, broken: set[str]) -> None:
+        if broken:
+            raise FloatingPointError(
+                f"Infinite or NaN at iteration={self.iter}, and not saved: "
+                f"{sorted(broken)[:10]}\n{NONFINITE_HINT}"
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        """The state of the loop, of the optimizer, and the position in the data."""
+        """The state of the loop, of the optimizer, and the position in the data.
+
+        Raises:
+            FloatingPointError: if a loss was not finite, or if weights are not.
+        """
+        state = super().state_dict()  # it checks the losses
+        if self._checked != self.done:
+            self._refuse(self._find_non_finite())
+        self._checked = -1
         return {
-            **super().state_dict(),
+            **state,
             "optimizer": self.optim_wrapper.state_dict(),
             "data": self._data_loader_iter.state_dict(),
         }

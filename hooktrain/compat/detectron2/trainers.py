@@ -105,18 +105,16 @@ class TrainerBase(engine.TrainerBase):
         """Whether a checkpoint would now hold everything that a resumed run needs."""
         return self._trainer is None or bool(self._trainer.can_save)
 
-    def find_non_finite(self) -> set[str]:
-        """Name what must not be saved, also of the inner trainer; see the base class."""
-        found = super().find_non_finite()
+    def prepare_save(self) -> None:
+        """Check before a save that everything is finite, also of the inner trainer."""
+        super().prepare_save()
         if self._trainer is not None:
-            found |= self._trainer.find_non_finite()
-        return found
+            self._trainer.prepare_save()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs; see the base class."""
         state = super().state_dict()
         if self._trainer is not None:
-            self._trainer._is_checked = True  # by the line above
             state = {**self._trainer.state_dict(), **state}
         return state
 
