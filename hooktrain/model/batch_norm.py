@@ -1,6 +1,5 @@
 """Exact statistics of batch norm, after training."""
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -35,8 +34,8 @@ def update_bn_stats(
     arXiv:2105.07576, section 3). On several ranks they are those of all ranks. Collective.
 
     It changes the layers that :func:`get_bn_modules` returns, except for layers that no batch
-    reaches. Buffers are written in place after the last batch, so an error changes none of them.
-    A layer that is used twice in a forward pass gets the statistics of both uses.
+    reaches. A layer that is used twice in a forward pass gets the statistics of both uses. After
+    an error the layers have the moving averages of training.
 
     Args:
         model: the model, which is called with each batch, without gradients, in its current mode.
@@ -55,9 +54,21 @@ def update_bn_stats(
     sizes = [layer.num_features for layer in layers]
     sums = layers[0].running_mean.new_zeros((3, sum(sizes)), dtype=torch.float64)
     of_layers = dict(zip(layers, sums.split(sizes, dim=1), strict=True))
-    batches = islice(start_workers(data_loader), num_iters)
-    passes: Counter[Any] = Counter()
-    seen = _add_up(model, of_layers, passes, batches)
+
+    def observe(layer: nn.Module, args: tuple[Tensor]) -> None:
+        of_layers[layer] += _sums_of(args[0])
+
+    hooks = [layer.register_forward_pre_hook(observe) for layer in layers]
+    move = mover_to(model)
+    seen = 0
+    try:
+        for batch in islice(start_workers(data_loader), num_iters):
+            _compute_losses(model, move(batch))
+            timer.beat()
+            seen += 1
+    finally:
+        for hook in hooks:
+            hook.remove()
     if comm.any_rank(seen < num_iters):
         raise ValueError(
             f"a data_loader is too short: this one has {seen} of num_iters={num_iters} batches"
@@ -70,46 +81,6 @@ def update_bn_stats(
             variance = square / count - mean**2
             layer.running_mean.copy_(mean)
             layer.running_var.copy_(variance.clamp(min=0))
-            layer.num_batches_tracked += passes[layer]
-
-
-def _add_up(
-    model: nn.Module,
-    sums: dict[Any, Tensor],
-    passes: Counter[Any],
-    batches: Iterable[Any],
-) -> int:
-    """Call the model with the batches; add the inputs of the layers to their sums, and count them.
-
-    Meanwhile the layers do not update their running statistics.
-
-    Returns:
-        The number of batches.
-    """
-
-    def observe(layer: nn.Module, args: tuple[Tensor]) -> None:
-        values = args[0]
-        if values.numel() > 0:
-            sums[layer] += _sums_of(values)
-        passes[layer] += 1
-
-    seen = 0
-    move = mover_to(model)
-    hooks = []
-    for layer in sums:
-        layer.track_running_stats = False
-        hooks.append(layer.register_forward_pre_hook(observe))
-    try:
-        for batch in batches:
-            _compute_losses(model, move(batch))
-            timer.beat()
-            seen += 1
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in sums:
-            layer.track_running_stats = True
-    return seen
 
 
 def _compute_losses(model: nn.Module, batch: Any) -> None:
@@ -122,10 +93,9 @@ def _compute_losses(model: nn.Module, batch: Any) -> None:
 
 
 def _sums_of(values: Tensor) -> Tensor:
-    precise = torch.promote_types(values.dtype, torch.float32)
+    """The number of values in each channel, their sum, and the sum of their squares."""
     dims = [dim for dim in range(values.dim()) if dim != 1]
-    moments = torch.var_mean(values.to(precise), dims, correction=0)
-    var, mean = torch.stack(moments).double()
-    count = values.numel() // values.shape[1]
-    ones = torch.ones_like(mean)
-    return count * torch.stack([ones, mean, var + mean**2])
+    total = values.sum(dims, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float64)
+    count = torch.full_like(total, values.numel() / len(total))
+    return torch.stack([count, total, norm.square()])
