@@ -1,5 +1,6 @@
 """How a loss becomes an update: accumulation, clipping, and the optimizer's step."""
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +15,15 @@ from torch.optim import Optimizer
 from hooktrain.events import get_event_storage, has_event_storage
 from hooktrain.solver.optim_state import (
     State,
+    fit_state,
     load_optimizer_state,
-    match_parameters,
     optimizer_state_dict,
     parameter_names,
+    warn_of_settings,
 )
-from hooktrain.solver.param_groups import ParamGroup
+from hooktrain.solver.param_groups import ParamGroup, settings_of
 from hooktrain.utils import comm
-from hooktrain.utils.names import call, check_count, refuse_overrides
+from hooktrain.utils.names import add_note, call, check_count, refuse_overrides
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,11 @@ Options = Mapping[str, Any]
 
 _CLIPPINGS = (
     "(clip_grad, such as {'max_norm': 1.0} or {'type': 'value', 'clip_value': 0.5})"
+)
+
+_CLOSURES = (
+    "an optimizer that needs a closure, such as LBFGS or SAM, is called in a run_step of yours: "
+    "see 'Your step' in docs/guide.md"
 )
 
 NOTHING = nullcontext()  # has no state: one serves everywhere
@@ -44,7 +51,8 @@ class OptimWrapper:
     the gradients, update the parameters.
 
     Args:
-        optimizer: the optimizer. LBFGS needs a ``run_step`` of yours, with its closure.
+        optimizer: the optimizer. One with a closure, such as LBFGS, is called in a ``run_step``
+            of yours.
         accumulative_counts: the number of backward passes that make one update, at least 1.
         clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the norm of all
             gradients together, and logs it as ``grad_norm``; ``{"type": "value", "clip_value":
@@ -92,6 +100,7 @@ class OptimWrapper:
         self._first_count = 0
         self._max_counts = -1
         self._model = nn.Module()  # it names no parameters
+        self._configured: list[ParamGroup] = []
 
     def __repr__(self) -> str:
         counts = self.accumulative_counts
@@ -115,8 +124,12 @@ class OptimWrapper:
         return self.optimizer.defaults
 
     def name_parameters(self, model: nn.Module) -> None:
-        """From now on save the states of parameters under their names in this model."""
+        """From now on save the states of parameters under their names in this model.
+
+        The settings of now are noted as those that were configured.
+        """
         self._model = model
+        self._configured = [copy.deepcopy(settings_of(g)) for g in self.param_groups]
 
     # Accumulation
 
@@ -222,7 +235,11 @@ class OptimWrapper:
         if self.after_backward is not None:
             self.after_backward()
         self.clip_gradients()
-        return self._apply(**kwargs)
+        try:
+            return self._apply(**kwargs)
+        except (TypeError, AssertionError) as error:
+            add_note(error, _CLOSURES)
+            raise
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the factor that a scaler has multiplied the loss with."""
@@ -281,6 +298,7 @@ class OptimWrapper:
         if not self.should_update():
             logger.warning("Saved without the gradients that are being accumulated")
         state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
+        state["configured"] = self._configured
         state["inner_count"] = self.inner_count
         # Host-device synchronisation, in a save, where a scaler counts on a device.
         state["skipped_updates"] = int(self.skipped_updates)
@@ -288,11 +306,13 @@ class OptimWrapper:
 
     def check_state_dict(self, state_dict: State) -> None:
         """Raise the ValueError that :meth:`load_state_dict` would raise, and load nothing."""
-        match_parameters(self.optimizer, state_dict, parameter_names(self._model))
+        fit_state(self.optimizer, state_dict, parameter_names(self._model))
 
     def load_state_dict(self, state_dict: State) -> None:
         """See :func:`hooktrain.solver.optim_state.load_optimizer_state`."""
         load_optimizer_state(self.optimizer, state_dict, parameter_names(self._model))
+        configured = state_dict.get("configured", ())
+        warn_of_settings(self.optimizer, self._configured, configured)
         self.inner_count = state_dict.get("inner_count", 0)
         self.skipped_updates = state_dict.get("skipped_updates", 0)
         self.start_accumulation()

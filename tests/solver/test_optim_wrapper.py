@@ -488,3 +488,21 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(
     for result in two:
         assert result["overflow"].items() >= expected.items()
     assert all(two[0]["overflow"]["changed"])
+
+
+class SAM(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, SAM])
+@pytest.mark.parametrize("wrap", [OptimWrapper, AmpOptimWrapper])
+def test_an_optimizer_that_needs_a_closure_says_what_to_write(
+    kind: Any, wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = nn.Linear(1, 1)
+    wrapper = wrap(kind(layer.parameters(), lr=0.1))
+    with pytest.raises((TypeError, AssertionError)) as error:
+        wrapper.update_params(layer(torch.ones(1, 1)).sum())
+    notes = getattr(error.value, "__notes__", caplog.messages)
+    assert "run_step" in "".join(notes)
