@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# With more ranks, gloo connects two ranks when they first exchange a message. With fewer, all
-# connect at the start, so a rank notices at once that another has died.
-LAZY_CONNECT_FROM = 129
-
 # Rank, rank on the machine, number of processes, number on the machine. The first launcher whose
 # variables are set started this process: mpirun's daemons may be tasks of srun, and srun may start
 # torchrun.
@@ -112,7 +108,7 @@ def _tasks_by_machine(text: str) -> list[str]:
 
 
 def find_address(launcher: Launcher, info: RankInfo) -> tuple[str, int]:
-    """The host and port of rank 0, at which the processes of SLURM and MPI meet.
+    """The host and port at which the processes meet.
 
     It is ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set. Otherwise it is this machine if the
     run uses no other one, or SLURM's first node, at port 29500. Two runs on one machine need
@@ -162,9 +158,8 @@ def join_processes(
     """Join the other processes that the launcher has started. A collective.
 
     This makes the default process group, and makes the accelerator of the local rank the current
-    one. It raises the process's limit of open files as far as allowed. From
-    :data:`LAZY_CONNECT_FROM` ranks on, gloo connects two ranks when they first exchange a message.
-    When torchrun is killed, the process is killed with it (Linux).
+    one. It raises the process's limit of open files as far as allowed. When torchrun is killed,
+    the process is killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -189,8 +184,6 @@ def join_processes(
     # gloo connects each pair of ranks, and a connection takes a file descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if info.world_size >= LAZY_CONNECT_FROM:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -253,23 +246,16 @@ def meeting_place(
 def _store(launcher: Launcher, info: RankInfo, timeout: timedelta) -> Any:
     """The store of the process group, without the addresses of dead processes."""
     c10d: Any = dist  # torch's stubs lack these names
-    size = info.world_size
-    if launcher != "pytorch":
-        host, port = find_address(launcher, info)
-        return c10d.TCPStore(host, port, size, info.rank == 0, timeout)
-    meeting = c10d.rendezvous("env://", info.rank, size, timeout=timeout)
-    store, *_ = next(meeting)
-    store.set_timeout(timeout)
-    if size == info.local_world_size:
+    host, port = find_address(launcher, info)
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = info.rank == 0 and not is_shared
+    store = c10d.TCPStore(
+        host, port, info.world_size, is_server, timeout, multi_tenant=True
+    )
+    if info.world_size == info.local_world_size:
         # torchrun's store survives a restart, and still has the addresses of the dead ranks. On
         # several machines the counts of restarts may differ, so they cannot be the prefix.
-        return c10d.PrefixStore(f"attempt{restart_count()}", store)
-    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        logger.warning(
-            "Restarted processes would find the addresses of the dead ones: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend=c10d"
-        )
+        store = c10d.PrefixStore(f"attempt{restart_count()}", store)
     return store
 
 
@@ -311,14 +297,13 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
         ValueError: if this machine has no such device.
         RuntimeError: for an unknown name.
     """
-    there = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(wanted or there or "cpu")
+    cpu = torch.device("cpu")
+    there = torch.accelerator.current_accelerator(check_available=True) or cpu
+    device = torch.device(wanted or there)
     if device.type == "cpu":
-        return torch.device("cpu")
-    if there is None or device.type != there.type:
-        raise ValueError(
-            f"device={str(wanted)!r} is not available, only {there or 'the CPU'}"
-        )
+        return cpu
+    if device.type != there.type:
+        raise ValueError(f"device={str(wanted)!r} is not available, only {there}")
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     return torch.device(device.type, torch.accelerator.current_device_index())
