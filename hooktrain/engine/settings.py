@@ -34,7 +34,7 @@ def train_settings() -> dict[str, Any]:
         # call with options, such as L(FSDPStrategy)(wrap=["Block"]).
         strategy="auto",
         device=None,  # like "cpu" or "cuda:1"; None is the accelerator, if there is one
-        # True, names of classes such as ["Block"], or a dict of torch.compile's arguments.
+        # True, or a dict of torch.compile's arguments.
         compile=False,
         # Names of classes such as ["Block"], which are recomputed in the backward pass.
         activation_checkpointing=None,

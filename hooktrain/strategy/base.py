@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from hooktrain.config import instantiate
 from hooktrain.model import init_weights_once
-from hooktrain.model.sharding import (
-    WrapRule,
-    checkpoint_activations,
-    on_meta,
-    select_modules,
-)
+from hooktrain.model.sharding import WrapRule, checkpoint_activations, on_meta
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
@@ -25,7 +20,7 @@ from hooktrain.utils.tensors import is_sharded
 
 logger = logging.getLogger(__name__)
 
-Compile: TypeAlias = bool | WrapRule | Mapping[str, Any]
+Compile: TypeAlias = bool | Mapping[str, Any]
 # A model, a LazyCall of it, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 
@@ -224,30 +219,20 @@ class BaseStrategy:
         return model
 
     def compile_model(self, model: nn.Module, compile: Compile = False) -> nn.Module:
-        """Compile a method of a model, or its repeated blocks, in place.
+        """Compile a method of a model, in place.
 
         Args:
             model: a model, wrapped or not.
-            compile: False leaves the model as it is. True compiles the forward. Names of
-                classes, such as ``["Block"]``, compile these modules: the first of a class
-                takes time, and the others share its code. A dict has arguments of
-                :func:`torch.compile`. It may also have such names as ``blocks``, or another
-                method as ``target``, such as ``"train_step"``; a copy of the model then calls
-                the method of the original.
+            compile: False leaves the model as it is. True compiles the forward. A dict has
+                arguments of :func:`torch.compile`, and may have another method as ``target``,
+                such as ``"train_step"``; a copy of the model then calls the method of the
+                original.
         """
         if compile is False:
             return model
-        options: dict[str, Any] = {}
-        if isinstance(compile, Mapping):
-            options.update(compile)
-        elif not isinstance(compile, bool):
-            options["blocks"] = compile
+        options = {} if compile is True else {**compile}
         target = options.pop("target", "forward")
-        blocks = options.pop("blocks", ())
-        if blocks:
-            for module in select_modules(unwrap_model(model), blocks):
-                module.compile(**options)
-        elif target == "forward":
+        if target == "forward":
             # nn.Module.compile compiles the hooks too, and copies of the model are not compiled.
             model.compile(**options)
         else:
