@@ -65,8 +65,7 @@ def instantiate(cfg: Any) -> Any:
         cfg: a config whose references are resolved, a part of one, or any other value.
 
     Raises:
-        Exception: the error of a target, with a note about the path and the target; for an unknown
-            argument the note suggests the nearest parameter.
+        Exception: the error of a target, with a note about the path and the target.
     """
     return _built(from_omegaconf(cfg, resolve=True), ())
 

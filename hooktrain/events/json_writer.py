@@ -14,7 +14,6 @@ from hooktrain.events.history import HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
-from hooktrain.utils.env import determinism
 from hooktrain.utils.file_io import atomic_write, lock_folder
 from hooktrain.utils.names import is_loss
 
@@ -36,7 +35,8 @@ _CUT = "Rows of %s newer than the checkpoint, cut, computed again and compared: 
 _EXACT = "Resumed exactly: %d rows computed again are equal"
 _NOT_EXACT = (
     "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is expected "
-    "if the configuration, the number of ranks or the machine has changed%s. If nothing has: "
+    "if the configuration, the number of ranks or the machine has changed, or on an "
+    "accelerator without torch.use_deterministic_algorithms. If nothing has: "
     'docs/guide.md, "When a run goes wrong"'
 )
 
@@ -188,7 +188,7 @@ class JSONWriter(ScalarWriter):
         for name, was in before.items():
             value = row.get(name, "missing")
             if value != was and _is_reproducible(name, storage):
-                logger.warning(_NOT_EXACT, name, iteration, value, was, determinism())
+                logger.warning(_NOT_EXACT, name, iteration, value, was)
                 self._cut.clear()
                 self._equal = 0
                 return

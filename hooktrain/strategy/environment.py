@@ -158,8 +158,9 @@ def join_processes(
     """Join the other processes that the launcher has started. A collective.
 
     This makes the default process group, and makes the accelerator of the local rank the current
-    one. It raises the process's limit of open files as far as allowed. When torchrun is killed,
-    the process is killed with it (Linux).
+    one. It raises the process's limit of open files as far as allowed, and sets ``LOCAL_RANK`` and
+    ``LOCAL_WORLD_SIZE``, as torchrun does. When torchrun is killed, the process is killed with it
+    (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -207,7 +208,9 @@ def join_processes(
     )
     atexit.register(_leave_at_exit)
     comm.object_group(timeout)
-    comm.set_local_rank(info.local_rank, info.local_world_size)
+    os.environ.update(
+        LOCAL_RANK=str(info.local_rank), LOCAL_WORLD_SIZE=str(info.local_world_size)
+    )
 
 
 def meeting_place(

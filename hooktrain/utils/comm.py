@@ -26,8 +26,6 @@ _BEAT_SECONDS = 1.0
 
 # The keys are default process groups, so that no entry outlives destroy_process_group().
 _object_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
-# By the names of torchrun's variables: the rank on the machine, and its number of ranks.
-_local_ranks: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 _data_shares: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
@@ -76,28 +74,19 @@ def _data_share() -> tuple[int, int]:
     return _data_shares.get(dist.group.WORLD, own)
 
 
-def set_local_rank(rank: int, size: int) -> None:
-    """Set the rank of this process on its machine, unless torchrun has set ``LOCAL_RANK``.
-
-    Args:
-        rank: the rank on the machine, from 0.
-        size: the number of ranks on the machine.
-    """
-    local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    _local_ranks[dist.group.WORLD] = local
-
-
 def get_local_rank() -> int:
-    """The rank of this process on its machine: torchrun's, or that of :func:`set_local_rank`.
+    """The rank of this process on its machine, from ``LOCAL_RANK``.
+
+    :func:`hooktrain.engine.launch` and the strategies set the variable, as torchrun does.
 
     Raises:
-        RuntimeError: if there are several processes, and neither is set.
+        RuntimeError: if there are several processes, and it is not set.
     """
     return _local_number("LOCAL_RANK", alone=0)
 
 
 def get_local_size() -> int:
-    """The number of processes on this machine; see :func:`get_local_rank`."""
+    """The number of processes on this machine, from ``LOCAL_WORLD_SIZE``."""
     return _local_number("LOCAL_WORLD_SIZE", alone=1)
 
 
@@ -106,12 +95,10 @@ def _local_number(variable: str, alone: int) -> int:
         return int(os.environ[variable])
     if get_world_size() == 1:
         return alone
-    if dist.group.WORLD not in _local_ranks:
-        raise RuntimeError(
-            "it is unknown which ranks share a machine: start them by launch() or torchrun, or "
-            "call comm.set_local_rank()"
-        )
-    return _local_ranks[dist.group.WORLD][variable]
+    raise RuntimeError(
+        "it is unknown which ranks share a machine: start them by launch() or torchrun, or set "
+        f"the environment variable {variable}"
+    )
 
 
 def synchronize() -> None:

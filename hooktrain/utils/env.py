@@ -82,15 +82,3 @@ def device_module() -> Any:
     """The module of the current accelerator, such as ``torch.cuda``; None if there is none."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device and torch.get_device_module(device)
-
-
-def determinism() -> str:
-    """The end of a sentence on whether torch uses deterministic algorithms, for messages.
-
-    Returns:
-        The end of the sentence; "" on a machine without an accelerator.
-    """
-    if device_module() is None:
-        return ""
-    state = "on" if torch.are_deterministic_algorithms_enabled() else "OFF"
-    return f" (torch.use_deterministic_algorithms is {state})"

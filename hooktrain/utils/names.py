@@ -5,7 +5,6 @@ import importlib
 import inspect
 import logging
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -189,35 +188,20 @@ def call(
             ``"(model.head)"``.
 
     Raises:
-        Exception: the target's error, with the note. For an unknown argument the note suggests the
-            most similar one.
+        Exception: the target's error, with the note.
     """
     try:
         function = locate(target) if isinstance(target, str) else target
         return function(*args, **kwargs)
     except Exception as error:
         name = getattr(target, "__qualname__", target)
-        note = f"while instantiating {name} {where}"
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is not None:
-            note += did_you_mean(unknown[1], _parameters(function))
-        add_note(error, note)
+        add_note(error, f"while instantiating {name} {where}")
         raise
 
 
 def add_note(error: Exception, note: str) -> None:
     """Add a note to an error; on Python 3.10, whose errors have no notes, log it."""
     getattr(error, "add_note", logger.error)(note)
-
-
-def _parameters(target: Any) -> set[str]:
-    """The parameters of a function, or of the constructors of a class and its bases."""
-    found: set[str] = set()
-    for each in getattr(target, "__mro__", [target]):
-        # Some functions written in C have no signature.
-        with suppress(TypeError, ValueError):
-            found.update(inspect.signature(each).parameters)
-    return found
 
 
 def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:

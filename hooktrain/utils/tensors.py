@@ -192,12 +192,13 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     if not found:
         return set()
     # The maximum norm is taken, since a sum of squares may overflow.
-    largest = torch._foreach_norm([*found.values()], math.inf)
-    device = largest[0].device
-    norms = [norm.to(device) for norm in largest]
-    together = torch.stack(norms).tolist()  # host-device synchronisation
-    norm_of = zip(found, together, strict=True)
-    return {f"{name} is {norm}" for name, norm in norm_of if not math.isfinite(norm)}
+    largest = nn.utils.get_total_norm(found.values(), math.inf)
+    if largest.isfinite():  # host-device synchronisation
+        return set()
+    norms = {name: each.abs().max().item() for name, each in found.items()}
+    return {
+        f"{name} is {norm}" for name, norm in norms.items() if not math.isfinite(norm)
+    }
 
 
 def _numbers(tensor: Any) -> Tensor | None:

@@ -53,7 +53,7 @@ UNKNOWN_ARGUMENT = {"model": {"head": LazyCall(torch.nn.Linear)(3, out_feature=4
 @pytest.mark.parametrize(
     ("cfg", "error", "where"),
     [
-        (UNKNOWN_ARGUMENT, TypeError, "Linear (model.head); did you mean 'out_feat"),
+        (UNKNOWN_ARGUMENT, TypeError, "Linear (model.head)"),
         ([1, LazyCall(torch.nn.Linear)(3)], TypeError, "Linear (1)"),
         (LazyCall(torch.nn.Linear)(3), TypeError, "Linear (the config)"),
         ({"x": {"_target_": "torch.optim.SDG"}}, ImportError, "torch.optim.SDG (x)"),

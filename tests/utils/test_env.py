@@ -99,13 +99,3 @@ def test_a_device_is_seeded_for_a_step_once_it_is_in_use(
 def test_a_seed_of_numpy_is_the_number_that_it_stands_for() -> None:
     assert seed_on_host(3, "step", np.int64(977), 0) == 3031424243
     assert seed_on_host(3, "step", 977, 0) == 3031424243
-
-
-def test_messages_say_whether_an_accelerator_computes_the_same_bits_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(env, "device_module", lambda: None)
-    assert env.determinism() == ""
-    monkeypatch.setattr(env, "device_module", lambda: FakeDevice(True))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert env.determinism().endswith("is on)")

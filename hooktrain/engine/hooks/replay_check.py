@@ -18,7 +18,6 @@ from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
-from hooktrain.utils.env import determinism
 from hooktrain.utils.periods import Period
 from hooktrain.utils.tensors import compute_device, is_sharded, local_tensor
 
@@ -26,10 +25,10 @@ Rows: TypeAlias = Iterable[tuple[str, Tensor]]  # named tensors of one dimension
 
 _DIFFERS = (
     "iteration %d makes no update: it was computed twice, and what these ranks have computed "
-    "differs: %s. In the first check of a run, suspect a step that is not deterministic%s; after "
-    "that, the machine: go on from the last checkpoint on another one. Ranks exchange gradients, "
-    "and shards of weights: suspect first a rank whose weights or buffers differ, then one whose "
-    "loss does"
+    "differs: %s. In the first check of a run, suspect a step that is not deterministic "
+    "(torch.use_deterministic_algorithms); after that, the machine: go on from the last checkpoint "
+    "on another one. Ranks exchange gradients, and shards of weights: suspect first a rank whose "
+    "weights or buffers differ, then one whose loss does"
 )
 _REPLICAS = (
     "the weights of the ranks differ in iteration %d: their bytes add up to %d, but not on the "
@@ -118,7 +117,7 @@ class ReplayCheck(HookBase):
 
         found = list(filter(None, comm.on_all_ranks(look)))
         if found:
-            raise RuntimeError(_DIFFERS % (trainer.iter, found[:8], determinism()))
+            raise RuntimeError(_DIFFERS % (trainer.iter, found[:8]))
         return losses
 
     def _compare_ranks(self, model: nn.Module, weights: Rows) -> None:
