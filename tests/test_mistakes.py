@@ -291,6 +291,19 @@ class OfLightning(HookBase):
         """Nothing calls it."""
 
 
+class OfLightningToo(SimpleTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch)
+
+
+def of_hugging_face() -> None:
+    class Mine(SimpleTrainer):
+        def compute_loss(  # type: ignore[override]
+            self, model: Any, inputs: Any, return_outputs: bool = False
+        ) -> Any:
+            return model(inputs)
+
+
 class Misspelt(HookBase):
     def aftr_step(self) -> None:
         """Nothing calls it."""
@@ -414,6 +427,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: PeriodicWriter([JSONWriter]), TypeError, "JSONWriter"),  # type: ignore[list-item]
     (train_again, RuntimeError, "is running"),
     (lambda: train(OfLightning()), WARNING, "OfLightning.on_train_batch_end"),
+    (
+        lambda: train(by=OfLightningToo),
+        WARNING,
+        r"OfLightningToo.training_step.*compute_loss\(data\)",
+    ),
+    (of_hugging_face, TypeError, r"Mine.compute_loss.*self.model: .*'inputs'"),
     (lambda: train(Misspelt()), WARNING, "Misspelt.aftr_step"),
     (lambda: train(OfMMEngine()), WARNING, "OfMMEngine.after_train_iter"),
     # Calls that are left out

@@ -19,9 +19,11 @@ from hooktrain.utils.tensors import compute_device
 
 logger = logging.getLogger(__name__)
 
-# Names of events in Lightning, MMEngine and transformers.
+# Names of methods in Lightning, MMEngine and transformers.
 _OF_OTHERS = re.compile(
     r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
+    r"|(training|validation|test|predict)_step|(train|val|test)_dataloader"
+    r"|configure_optimizers"
 )
 
 
@@ -117,7 +119,8 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
         )
         if is_meant and not hasattr(kind.__base__, name):
             logger.warning(
-                "%s.%s is not an event and will not be called; the events are %s",
+                "%s.%s is not an event and will not be called; the events are %s. A trainer's own "
+                "step is run_step(), its own loss compute_loss(data)",
                 kind.__name__,
                 name,
                 ", ".join(events),

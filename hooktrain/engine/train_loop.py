@@ -1,8 +1,10 @@
 """The loop of iterations, which calls the hooks around it."""
 
 import logging
+import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -30,11 +32,27 @@ from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import end_of_run
 
 # All ranks take these attributes from the main process when a run begins.
-_SHARED = ("seed", "max_iter", "sync_period", "_epoch_length", "_loader_length")
+_SHARED = ("seed", "_max_iter", "sync_period", "_epoch_length", "_loader_length")
 
 Trainer = TypeVar("Trainer", bound="TrainerBase")
 
+_training = threading.RLock()  # of the thread that trains
+
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _in_one_thread() -> Iterator[None]:
+    """Refuse a run while another thread of this process has one."""
+    if not _training.acquire(blocking=False):
+        raise RuntimeError(
+            "another thread of this process is training, and both would draw from the same random "
+            "generators: train in processes, or one after the other"
+        )
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 class TrainerBase:
@@ -51,7 +69,6 @@ class TrainerBase:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
         done: the number of finished iterations. In ``after_step`` the current one is finished.
         start_iter: the first iteration of the run.
-        max_iter: the iteration that the run ends before. An early stop lowers it.
         succeeded: whether the run came to its end, early or not, and nothing failed. Set by the
             event methods, so it also holds in loops that call those directly.
         seed: the seed of the run's random numbers; None takes ``torch.initial_seed()``.
@@ -68,7 +85,6 @@ class TrainerBase:
     iter: int = 0
     done: int = 0
     start_iter: int = 0
-    max_iter: int = 0
     succeeded: bool = False
     seed: int | None = None
     places_by_phase: ClassVar[bool] = True
@@ -79,6 +95,7 @@ class TrainerBase:
     _broke_off = False  # inside an iteration
     _has_backward = False  # whether after_backward was ever called
     _late_error: BaseException | None = None
+    _max_iter = 0
     _epoch_length: int | None = None  # as it was set
     _loader_length = 0  # in batches; 0 is not known
 
@@ -96,9 +113,28 @@ class TrainerBase:
         self._losses = LossRecorder(self.storage)
 
     @property
+    def max_iter(self) -> int:
+        """The iteration that the run ends before. An early stop lowers it."""
+        return self._max_iter
+
+    @max_iter.setter
+    def max_iter(self, max_iter: int) -> None:
+        self._refuse_in_run(
+            "max_iter",
+            "request_stop() ends it early, train(max_iter=...) goes on later",
+        )
+        self._max_iter = max_iter
+
+    def _refuse_in_run(self, name: str, instead: str) -> None:
+        if self._begun is not None:
+            raise RuntimeError(
+                f"{name} cannot be set in a run, which has read it: {instead}"
+            )
+
+    @property
     def is_last(self) -> bool:
         """Whether the current iteration is the last one of the run."""
-        return self.iter == self.max_iter - 1
+        return self.iter == self._max_iter - 1
 
     @property
     def batches_per_step(self) -> int:
@@ -113,6 +149,9 @@ class TrainerBase:
 
     @epoch_length.setter
     def epoch_length(self, epoch_length: int | None) -> None:
+        self._refuse_in_run(
+            "epoch_length", "set it before, or give the trainer another data_loader"
+        )
         self._epoch_length = epoch_length
 
     @property
@@ -139,8 +178,8 @@ class TrainerBase:
         Raises:
             ValueError: if there is no end after the start, or if epochs are asked for and their
                 length is not known.
-            RuntimeError: if a hook or an evaluation calls it; or without ``start_iter``, if the
-                last run broke off inside an iteration.
+            RuntimeError: if a hook or an evaluation calls it; if another thread trains; or without
+                ``start_iter``, if the last run broke off inside an iteration.
         """
         if self._begun is not None:
             raise RuntimeError("train() is running: no hook or evaluation can call it")
@@ -157,7 +196,7 @@ class TrainerBase:
             self.storage = EventStorage(start)
         self.iter = self.start_iter = start
         self.max_iter = max_iter
-        with self.storage:
+        with _in_one_thread(), self.storage:
             try:
                 self.before_train()
                 self._run_iterations()
@@ -172,7 +211,7 @@ class TrainerBase:
         self._broke_off = True  # until the last iteration has ended
         for iteration in range(self.start_iter, self.max_iter):
             if self.stop_reason is not None and self.can_save:
-                self.max_iter = iteration
+                self._max_iter = iteration
                 self.synchronize()  # of the iterations since the last exchange
                 break
             self.iter = iteration

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from inspect import signature
 from operator import length_hint
 from typing import Any
 
@@ -112,11 +113,9 @@ class ModelTrainer(TrainerBase):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._begun is not None:
-            raise RuntimeError(
-                "replace the optimizer between two runs: the schedules of this run keep "
-                "the one that it began with"
-            )
+        self._refuse_in_run(
+            "the optimizer", "the schedules keep theirs, so replace it between two runs"
+        )
         self.optim_wrapper.optimizer = optimizer
 
     @property
@@ -328,10 +327,23 @@ class SimpleTrainer(ModelTrainer):
             record; a function like :func:`hooktrain.model.losses.parse_losses`.
         replay: a function that takes the place of :meth:`compute_gradients`, for hooks that compute
             the gradients of a step more than once; None, if there is none.
+
+    Raises:
+        TypeError: when a subclass is defined whose :meth:`compute_loss` does not take one batch.
     """
 
     parse_losses = staticmethod(parse_losses)
     replay: Callable[[Iterator[Any]], dict[str, Tensor]] | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        try:
+            signature(cls.compute_loss).bind("self", "data")
+        except TypeError as error:
+            raise TypeError(
+                f"{cls.__qualname__}.compute_loss must be compute_loss(self, data), which gets a "
+                f"batch; the model is self.model: {error}"
+            ) from None
 
     @property
     def batches_per_step(self) -> int:

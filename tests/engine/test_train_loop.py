@@ -1,6 +1,7 @@
 """The loop: order of events, errors, stopping, continuing, hooks and their state."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -579,24 +580,75 @@ def test_an_own_loop_that_fails_is_not_evaluated_as_finished(tmp_path: Path) -> 
     assert (seen, trainer.succeeded) == ([2], False)
 
 
-def test_an_own_loop_that_a_hook_shortens_has_succeeded() -> None:
-    model = Net()
-    trainer = SimpleTrainer(model, batches(1), sgd(model))
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("max_iter", 30, r"request_stop\(\).*train\(max_iter"),
+        ("max_iter", 6, r"request_stop\(\).*train\(max_iter"),
+        ("epoch_length", 3, "data_loader"),
+    ],
+)
+def test_what_a_run_has_read_cannot_be_set_in_it(
+    name: str, value: int, instead: str
+) -> None:
+    trainer = Trainer()
 
-    def shorten(trainer: Any) -> None:
-        trainer.max_iter = 1
+    def change(trainer: Any) -> None:
+        if trainer.iter == 5:
+            setattr(trainer, name, value)
 
-    trainer.register_hooks([CallbackHook(after_step=shorten)])
-    trainer.iter, trainer.max_iter = 0, 5
-    trainer.before_train()
-    for trainer.iter in range(5):
-        trainer.before_step()
-        trainer.run_step()
-        trainer.after_step()
-        if trainer.succeeded:
-            break
-    trainer.after_train()
-    assert (trainer.iter, trainer.done, trainer.succeeded) == (1, 1, True)
+    trainer.register_hooks([CallbackHook(before_step=change)])
+    with pytest.raises(RuntimeError, match=f"^{name} cannot be set.*{instead}"):
+        trainer.train(max_iter=10)
+    setattr(trainer, name, value)  # between two runs it can
+    assert getattr(trainer, name) == value
+
+
+def test_a_second_thread_cannot_train_at_the_same_time_but_a_nested_run_can() -> None:
+    refused: list[BaseException | None] = []
+    inner = Trainer()
+
+    def train_elsewhere(trainer: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            refused.append(pool.submit(Trainer().train, max_iter=1).exception())
+        inner.train(max_iter=2)
+
+    trainer = Trainer()
+    trainer.register_hooks([CallbackHook(before_step=train_elsewhere)])
+    trainer.train(max_iter=1)
+    assert inner.done == 2
+    assert "another thread" in str(refused[0])
+    train_elsewhere(None)  # no run is in the way any more
+    assert refused[1] is None
+
+
+def test_a_seed_and_a_period_that_are_set_in_a_run_hold_from_the_next_iteration() -> (
+    None
+):
+    drawn: list[float] = []
+    periods: list[int] = []
+
+    def note(trainer: Any) -> None:
+        drawn.append(random.random())
+        if trainer.ends_period:
+            periods.append(trainer.iter)
+        if trainer.iter == 5:
+            trainer.seed, trainer.sync_period = 8, 3
+
+    def train(seed: int, max_iter: int) -> Any:
+        trainer = Trainer()
+        trainer.seed = seed
+        trainer.register_hooks([CallbackHook(after_step=note)])
+        trainer.train(max_iter=max_iter)
+        return trainer
+
+    changed = train(7, 10)
+    assert periods == [8, 9]  # and the last one
+    assert changed.state_dict()["seed"] == 8
+    train(7, 6)
+    train(8, 10)
+    assert drawn[:6] == drawn[10:16]
+    assert drawn[6:10] == drawn[22:26]
 
 
 def train_with_best_on_main(folder: Path, max_iter: int) -> tuple[int, float | None]:

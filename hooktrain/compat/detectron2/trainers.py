@@ -96,7 +96,7 @@ class TrainerBase(engine.TrainerBase):
         finally:
             if inner is not None:
                 inner.succeeded = self.succeeded
-                inner.max_iter = self.max_iter  # an early stop has lowered it
+                inner._max_iter = self.max_iter  # an early stop has lowered it
                 inner.after_train()
                 _unlink(inner)
 
@@ -194,6 +194,7 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
         return reduce(add, values.values()), values
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         hint = "change batches in prepare_batch, or give another data_loader"
         names.refuse_overrides(cls, {"_data_loader_iter": hint})
 
