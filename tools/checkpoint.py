@@ -43,7 +43,7 @@ from hooktrain.checkpoint.files import (
     verify_file,
 )
 from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
-from hooktrain.checkpoint.loading import read_checkpoint, take_prefix
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils.file_io import lock_folder, on_disk, unlock_folder
 from hooktrain.utils.names import dotted
@@ -126,7 +126,9 @@ def average(path: Path, file: Path, hook: str | None = None) -> None:
         hook = averages[0]
     if hook not in averages:
         raise ValueError(f"--hook must be one of {averages}, not {hook!r}")
-    write_weights(take_prefix(hooks[hook], "module"), file)
+    names = [name for name in hooks[hook] if name.startswith("module.")]
+    averaged = {name.removeprefix("module."): hooks[hook][name] for name in names}
+    write_weights(averaged, file)
 
 
 def is_average(state: Any) -> bool:

@@ -243,11 +243,13 @@ def newest_best(folder: str) -> tuple[str, int, int]:
 def load_whole(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
     """Load a model to evaluate, and return the content of its checkpoint.
 
-    Weights of other shapes are refused, since random weights would be evaluated in their place.
+    It has to have all weights of the model, since random ones would be evaluated in their place.
     """
     logger.info("Loading model from %s", path)
     content = checkpointer.read(path)
-    load_model_state(checkpointer.model, content["model"], same_shapes=True)
+    found = load_model_state(checkpointer.model, content["model"])
+    if found.missing_keys or found.incorrect_shapes:
+        raise ValueError(f"{path} is of another model: {found}")
     return content
 
 

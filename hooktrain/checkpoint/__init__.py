@@ -12,7 +12,6 @@ from hooktrain.checkpoint.loading import (
     load_checkpoint as load_checkpoint,
     load_model_state as load_model_state,
     revise_names as revise_names,
-    take_prefix as take_prefix,
 )
 from hooktrain.checkpoint.resume import files_to_delete as files_to_delete
 from hooktrain.checkpoint.sources import (

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from hooktrain.checkpoint.files import CorruptCheckpointError, storable, write_file
 from hooktrain.checkpoint.loading import load_model_state, read_on_all_ranks
 from hooktrain.checkpoint.resume import (
-    OF_A_RUN,
     checkpoint_names,
     iteration_in_name,
     names_to_resume,
@@ -71,8 +70,6 @@ class Checkpointer:
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
     """
-
-    _of_a_run: ClassVar = OF_A_RUN  # the names that a resume falls back to
 
     def __init__(
         self,
@@ -216,7 +213,7 @@ class Checkpointer:
             is_offered = False
             if tag:
                 iteration = extra.get("iteration")
-                if iteration_in_name(name, of_a_run=self._of_a_run) is None:
+                if iteration_in_name(name) is None:
                     write_iteration(self.save_dir, iteration)
                 self.tag_last_checkpoint(name)
                 self.saved_iteration = iteration
@@ -367,7 +364,7 @@ class Checkpointer:
         def names_on_main() -> Iterator[str]:
             self.wait()
             if comm.is_main_process():
-                yield from names_to_resume(self.save_dir, self._of_a_run)
+                yield from names_to_resume(self.save_dir)
 
         # Patiently, since it may read all of a file to find its iteration.
         following = partial(next, names_on_main(), None)
@@ -380,17 +377,20 @@ class Checkpointer:
         *,
         resume: bool = True,
         checkpointables: Names = None,
+        strict: bool = True,
     ) -> State:
         """Resume from the newest intact checkpoint, or load the model from ``path``. Collective.
 
         It loads and raises as :meth:`load` and :meth:`read_newest` do. A run is resumed only if
-        all tensors in the checkpoint have the shapes of the model's.
+        the checkpoint has the names and shapes of the model's tensors.
 
         Args:
             path: the model to start from, if there is no checkpoint in ``save_dir``; "" for none.
             resume: whether to look into ``save_dir``.
             checkpointables: see :meth:`load`. To resume, all of them must be in the checkpoint if
                 this is None.
+            strict: False resumes with a checkpoint that has only a part of the model on purpose,
+                such as adapters. A model whose ``state_dict`` returns that part needs no False.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
@@ -400,16 +400,16 @@ class Checkpointer:
             return self.load(path, checkpointables=[])
         if checkpointables is None:
             checkpointables = self.checkpointables
-        return self._restore(*found, checkpointables, same_shapes=True)
+        return self._restore(*found, checkpointables, strict)
 
     def _restore(
-        self, path: str, state: State, names: Names, same_shapes: bool = False
+        self, path: str, state: State, names: Names, strict: bool = False
     ) -> State:
         chosen: dict[str, State] = {}
         # The states are not sent, only errors.
         on_all_ranks(lambda: chosen.update(self._choose_parts(path, state, names)))
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
-        self._load_into_model(state, same_shapes)
+        self._load_into_model(state, strict)
         for key, part in chosen.items():
             self.checkpointables[key].load_state_dict(part)
         return {key: state[key] for key in state if key not in {"model", *chosen}}
@@ -451,8 +451,8 @@ class Checkpointer:
                 item.check_state_dict(part_of_state)
         return chosen
 
-    def _load_into_model(self, state: State, same_shapes: bool) -> None:
-        load_model_state(self.model, state["model"], same_shapes=same_shapes)
+    def _load_into_model(self, state: State, strict: bool) -> None:
+        load_model_state(self.model, state["model"], strict)
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from, intact or not."""
@@ -461,7 +461,7 @@ class Checkpointer:
     def get_checkpoint_file(self) -> str:
         """The path of the checkpoint to resume from, not verified, or ""."""
         self.wait()
-        for name in names_to_resume(self.save_dir, self._of_a_run):
+        for name in names_to_resume(self.save_dir):
             return os.path.join(self.save_dir, name)
         return ""
 

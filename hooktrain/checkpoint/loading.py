@@ -1,5 +1,6 @@
 """Reading checkpoints of any library, and loading a state into a model."""
 
+import copy
 import logging
 import os
 import re
@@ -10,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -27,7 +28,7 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import did_you_mean, dotted
+from hooktrain.utils.names import dotted
 from hooktrain.utils.tensors import map_leaves, shard_for, shard_like, shards_of
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,9 @@ class CheckpointFile:
         if part == 0:
             verify_file(self.path)
 
-    def read(self, model: nn.Module | None, map_location: str | torch.device) -> State:
+    def read(
+        self, model: nn.Module | None, map_location: str | torch.device, key: str = ""
+    ) -> State:
         """Load the verified file, with the model's state under ``"model"``. Not collective.
 
         Args:
@@ -79,13 +82,14 @@ class CheckpointFile:
                 those of which a rank takes a shard. All others are copied into memory, since the
                 object that loads them may keep them.
             map_location: the device on which the tensors arrive.
+            key: see :func:`load_checkpoint`.
 
         Raises:
             CorruptCheckpointError: if it is broken, or holds no model's state.
         """
         mapped = model is not None or map_location == "meta"
         content = load_verified(self.path, map_location, mapped=mapped)
-        state = with_model(content, self.path)
+        state = with_model(content, self.path, key)
         return state if model is None else _copy_kept(state, shards_of(model))
 
 
@@ -105,11 +109,13 @@ class CheckpointFolder:
 
         verify_folder(self.path, part, parts, sizes_only=sizes_only)
 
-    def read(self, model: nn.Module | None, map_location: str | torch.device) -> State:
+    def read(
+        self, model: nn.Module | None, map_location: str | torch.device, key: str = ""
+    ) -> State:
         """Load the verified folder. If the model is sharded, a rank reads its shards only."""
         from hooktrain.checkpoint.folders import read_folder
 
-        return with_model(read_folder(self.path, model, map_location), self.path)
+        return with_model(read_folder(self.path, model, map_location), self.path, key)
 
 
 def open_checkpoint(path: str) -> CheckpointFile | CheckpointFolder:
@@ -133,7 +139,9 @@ def open_checkpoint(path: str) -> CheckpointFile | CheckpointFolder:
     return CheckpointFile(path, seen_as, ending)
 
 
-def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> State:
+def read_checkpoint(
+    path: str, map_location: str | torch.device = "cpu", key: str = ""
+) -> State:
     """Verify and load a file or a folder; the result has the model's state under ``"model"``.
 
     The files of MMEngine and Lightning have that under ``"state_dict"``. A bare state dict (tensors
@@ -143,6 +151,7 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
         path: of the file or folder, which this process reads alone.
         map_location: the device on which the tensors arrive. On ``"meta"`` they have no data, and
             of the shards in a folder the sizes are verified alone.
+        key: see :func:`load_checkpoint`.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds no model's state.
@@ -150,7 +159,7 @@ def read_checkpoint(path: str, map_location: str | torch.device = "cpu") -> Stat
     """
     checkpoint = open_checkpoint(path)
     checkpoint.verify(0, 1, sizes_only=map_location == "meta")
-    return checkpoint.read(None, map_location)
+    return checkpoint.read(None, map_location, key)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
@@ -198,20 +207,25 @@ def _copy_kept(state: State, shards: Mapping[str, Tensor]) -> State:
     return copied
 
 
-def with_model(state: Any, path: str) -> State:
+def with_model(state: Any, path: str, key: str = "") -> State:
     """A file's content, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
+    there = []
     if isinstance(state, dict):
-        for key in ("model", "state_dict"):
-            if isinstance(state.get(key), dict):
-                rest = dict(state)
-                return {"model": rest.pop(key), **rest}
+        there = [name for name in state if isinstance(state[name], dict)]
+        for name in [key] if key else ["model", "state_dict"]:
+            if name in there:
+                rest = {
+                    each: state[each] for each in state if each not in (name, "model")
+                }
+                return {"model": state[name], **rest}
         # The extra state of a module may be anything (Module.get_extra_state).
         names = [name for name in state if not str(name).endswith("_extra_state")]
-        if names and all(torch.is_tensor(state[name]) for name in names):
+        if names and not key and all(torch.is_tensor(state[name]) for name in names):
             return {"model": state}
     raise CorruptCheckpointError(
-        f"{path} is not a checkpoint: it has no 'model', no 'state_dict', and not only "
-        f"tensors, but {reprlib.repr(state)}"
+        f"{path} is not a checkpoint: it has no {key or 'model'!r}, no 'state_dict', and not only "
+        f"tensors, but {reprlib.repr(state)}. If the weights are one of {there}, choose them by "
+        "load_checkpoint(..., key=...)"
     )
 
 
@@ -236,56 +250,50 @@ def load_checkpoint(
     map_location: str | torch.device = "cpu",
     strict: bool = False,
     revise_keys: Sequence[tuple[str, str]] = (),
-    prefix: str = "",
+    key: str = "",
 ) -> dict[str, Any]:
     r"""Load a model from a file: of this package, detectron2, MMEngine, Lightning, or torch's own.
 
     The state of the model is under ``"model"`` or ``"state_dict"``, or the file is a bare state
-    dict. :func:`load_model_state` says what is loaded; it takes a prefix ``module.`` off by itself.
-    Nothing but the model is loaded; :class:`hooktrain.checkpoint.Checkpointer` resumes a run.
+    dict, such as a ``.safetensors`` file. :func:`load_model_state` says what is loaded. Nothing but
+    the model is loaded; :class:`hooktrain.checkpoint.Checkpointer` resumes a run.
 
     Example::
 
-        load_checkpoint(model.backbone, "classifier.pth", prefix="backbone")
+        load_checkpoint(model, "swinir.pth", key="params_ema")
         load_checkpoint(model, "old.pth", revise_keys=[(r"^encoder\.", "backbone.")])
+        load_checkpoint(model.backbone, "classifier.pth", revise_keys=[(r"^backbone\.", "")])
 
     Args:
         model: changed in place.
         filename: a path, or an address such as ``https://...``; see :func:`local_path`. All ranks
             must load an address.
         map_location: the device of the tensors in the result.
-        strict: whether to raise an error if there is a difference.
+        strict: whether to refuse a file if there is a difference.
         revise_keys: patterns and replacements; see :func:`revise_names`.
-        prefix: the name of a module in the saved model, after names were revised. Only the part of
-            this module is loaded.
+        key: the name of the weights in the file, if it is another one, such as ``"teacher"``.
 
     Returns:
         The content of the file, with the state of the model, as it was saved, under ``"model"``.
 
     Raises:
-        CorruptCheckpointError: if the file is broken or unsafe.
+        CorruptCheckpointError: if the file is broken or unsafe, or holds no weights.
         OSError: if it cannot be read.
-        RuntimeError: with ``strict``, if there is a difference.
-        ValueError: if names cannot be revised, none has the prefix, or nothing fits.
+        ValueError: if names cannot be revised, or nothing fits; with ``strict``, if there is a
+            difference.
     """
-    content = read_checkpoint(local_path(filename), map_location)
-    state = revise_names(content["model"], revise_keys)
-    if prefix:
-        state = take_prefix(state, prefix)
-    load_model_state(model, state, strict)
+    content = read_checkpoint(local_path(filename), map_location, key)
+    load_model_state(model, revise_names(content["model"], revise_keys), strict)
     return content
 
 
 def load_model_state(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    strict: bool = False,
-    *,
-    same_shapes: bool = False,
+    model: nn.Module, state: Mapping[str, Any], strict: bool = False
 ) -> IncompatibleKeys:
-    """Load the tensors that fit by name and shape, and warn with a table of the others.
+    """Load the tensors that fit by name and shape, and warn of the others.
 
-    If every name begins with ``module.``, as in a file of a wrapped model, that is removed.
+    Names that a wrapper adds are no difference: ``module.`` of DataParallel and of averaged models,
+    with their ``n_averaged``, and ``_orig_mod.`` of torch.compile, around any part of the model.
     Parameters that are still uninitialised (of lazy modules) take the shape in the file. A missing
     name counts as loaded if the model shares its tensor, and that was loaded under another name.
     Each rank takes its shards of the tensors that the model has sharded.
@@ -293,19 +301,17 @@ def load_model_state(
     Args:
         model: changed in place.
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
-        strict: whether to raise an error if there is a difference. As with torch, tensors
-            that fit have been loaded then.
-        same_shapes: whether to refuse a tensor of another shape, before anything is loaded.
+        strict: whether to refuse the state if there is a difference. The model is as it was then.
+
+    Returns:
+        The differences. What ``model.state_dict()`` leaves out on purpose is not missing.
 
     Raises:
-        RuntimeError: with ``strict``, if there is a difference; if a value is not a tensor.
-        ValueError: with ``same_shapes``, if one differs; without ``strict``, if nothing fits. The
-            model is as it was.
+        RuntimeError: if a value is not a tensor.
+        ValueError: with ``strict``, if there is a difference; otherwise, if nothing fits.
     """
     in_model = model.state_dict()
-    loadable = revise_names(state, ())  # a copy
-    if _is_wrapped(loadable) and not _is_wrapped(in_model):
-        loadable = take_prefix(loadable, "module")
+    loadable = _with_names_of(in_model, state)
     incorrect: list[tuple[str, Shape, Shape]] = []
     for name, ours in in_model.items():
         if name not in loadable:
@@ -315,39 +321,82 @@ def load_model_state(
         if theirs == own or None in (theirs, own):
             loadable[name] = shard_like(loadable[name], ours)
             continue
-        if same_shapes:
-            raise ValueError(
-                f"the checkpoint is of another model ({name}: {theirs}, not {own}): give another "
-                "folder; load(path) or train.init_checkpoint takes the weights that fit"
-            )
         incorrect.append((name, theirs, own))
         del loadable[name]
-    # Only a load shows which names fit: a module may rename what its older versions have saved.
-    result = model.load_state_dict(loadable, strict=False)
-    loaded = in_model.keys() - result.missing_keys
-    if in_model and not loaded and not strict:
-        raise ValueError(
-            f"nothing in the state fits the model: it has {reprlib.repr(list(state))}, "
-            f"and the model {reprlib.repr(list(in_model))}. Names with other shapes (file, "
-            f"model): {incorrect[:10]}. If a prefix differs, load by load_checkpoint() with "
-            "prefix= or revise_keys="
-        )
-    # The model may have a parameter under several names.
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    named = loaded.union(name for name, _, _ in incorrect)
-    known: set[Any] = {parameters.get(name, name) for name in named}
-    missing = [n for n in result.missing_keys if parameters.get(n, n) not in known]
-    found = IncompatibleKeys(missing, result.unexpected_keys, incorrect)
+    if strict and (incorrect or loadable.keys() != in_model.keys()):
+        trial = copy.copy(loadable)
+        for name in loadable.keys() & in_model.keys():
+            if not is_lazy(in_model[name]):
+                trial[name] = in_model[name]  # so nothing is changed
+        found = _load(model, trial, in_model, incorrect)
+        if any(found):
+            raise ValueError(
+                f"the checkpoint is of another model, and nothing is loaded: {_describe(found)}\n"
+                "Give another folder, or the model of the checkpoint. If it has only a part of "
+                "the weights on purpose, strict=False loads what fits, as do load(path) and "
+                "train.init_checkpoint"
+            )
+    found = _load(model, loadable, in_model, incorrect)
     if any(found):
-        table = _table_of(found, loadable, in_model)
-        if strict:
-            raise RuntimeError(f"the file and the model differ:\n{table}")
-        logger.warning("Not loaded, since the file and the model differ:\n%s", table)
+        logger.warning("Not loaded: %s", _describe(found))
     return found
 
 
-def _is_wrapped(state: Mapping[str, Any]) -> bool:
-    return bool(state) and all(name.startswith("module.") for name in state)
+# The names that DataParallel, averaged models and torch.compile add.
+_OF_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
+
+
+def _with_names_of(
+    in_model: Mapping[str, Any], state: Mapping[str, Any]
+) -> "OrderedDict[str, Any]":
+    """A copy of a state, whose names differ from the model's by no name of a wrapper."""
+    if state.keys() <= in_model.keys():
+        return revise_names(state, ())
+    homes: dict[
+        str, str
+    ] = {}  # the prefixes of the model's names by those without wrappers
+    for name in in_model:
+        for home in accumulate(re.findall(r"[^.]*\.", name), initial=""):
+            homes[_OF_WRAPPERS.sub("", home)] = home
+
+    def rename(name: str) -> str:
+        if name in in_model:
+            return name
+        home, dot, own = name.rpartition(".")
+        bare = _OF_WRAPPERS.sub("", home + dot)
+        renamed = homes.get(bare, bare) + own
+        return name if renamed in state else renamed
+
+    return _renamed(state, rename)
+
+
+def _load(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    in_model: Mapping[str, Any],
+    incorrect: list[tuple[str, Shape, Shape]],
+) -> IncompatibleKeys:
+    """Load a state. Only a load shows which names fit: modules rename those of older versions."""
+    result = model.load_state_dict(state, strict=False)
+    if in_model and state.keys() <= set(result.unexpected_keys):
+        raise ValueError(
+            f"nothing in the state fits the model: it has {reprlib.repr(list(state))}, "
+            f"and the model {reprlib.repr(list(in_model))}. Names with other shapes (file, "
+            f"model): {incorrect[:10]}. If names differ, load by load_checkpoint() with "
+            "revise_keys="
+        )
+    # The model may have a parameter under several names.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = in_model.keys() - result.missing_keys
+    named |= {name for name, _, _ in incorrect}
+    known: set[Any] = {parameters.get(name, name) for name in named}
+    missing = []
+    for name in result.missing_keys:
+        if name in in_model and parameters.get(name, name) not in known:
+            missing.append(name)
+    # The count of torch's AveragedModel.
+    unexpected = [n for n in result.unexpected_keys if not n.endswith("n_averaged")]
+    return IncompatibleKeys(missing, unexpected, incorrect)
 
 
 def _shape(value: Any) -> Any:
@@ -357,39 +406,18 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape)
 
 
-def _table_of(
-    found: IncompatibleKeys, loaded: Mapping[str, Any], in_model: Mapping[str, Any]
-) -> str:
-    """A table of the differences. A missing or unexpected tensor has one shape only."""
-    rows: list[Any] = [*found.incorrect_shapes]
-    for name in [*found.missing_keys, *found.unexpected_keys]:
-        rows.append((name, _shape(loaded.get(name)), _shape(in_model.get(name))))
-    return tabulate(rows, ["name", "shape in file", "shape in model"], missingval="-")
-
-
-def take_prefix(state: Mapping[str, Any], prefix: str) -> "OrderedDict[str, Any]":
-    """The part of a state dict that belongs to one module, with names inside of that module.
-
-    >>> dict(take_prefix({"backbone.a": 1, "head.b": 2}, "backbone"))
-    {'a': 1}
-
-    Args:
-        state: is not changed.
-        prefix: the full name of the module; a dot at the end may be left out.
-
-    Raises:
-        ValueError: if there is no such part.
-    """
-    start = prefix.removesuffix(".") + "."
-
-    def rename(name: str) -> str | None:
-        return name.removeprefix(start) if name.startswith(start) else None
-
-    part = _renamed(state, rename)
-    if not part:
-        hint = did_you_mean(start, state)
-        raise ValueError(f"no name of the state begins with {start!r}{hint}")
-    return part
+def _describe(found: IncompatibleKeys) -> str:
+    """The differences, one kind a line."""
+    text = "the file and the model differ (shapes: in the file, in the model)"
+    for kind, names in found._asdict().items():
+        if names:
+            text += f"\n{kind}: {names}"
+    if "parametrizations." in text:
+        text += (
+            "\ntorch.nn.utils.parametrize, as in weight_norm, changes names: it has to be "
+            "applied to the model before the load just if it was when the file was saved"
+        )
+    return text
 
 
 def revise_names(
@@ -419,22 +447,20 @@ def revise_names(
 
 
 def _renamed(
-    state: Mapping[str, Any], rename: Callable[[str], str | None]
+    state: Mapping[str, Any], rename: Callable[[str], str]
 ) -> "OrderedDict[str, Any]":
-    """A copy with other names. Entries for which ``rename`` returns None are left out."""
+    """A copy with other names."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         new = rename(name)
         if new in renamed:
             raise ValueError(f"{name!r} and another one would both be named {new!r}")
-        if new is not None:
-            renamed[new] = value
+        renamed[new] = value
     # The versions of the modules, which they look at when they load, are stored by the names of
     # the modules: "" for the model itself, the others without a dot at the end.
     versions = {}
     for module, version in getattr(state, "_metadata", {}).items():
         new = rename(f"{module}.".removeprefix("."))
-        if new is not None:
-            versions[new.removesuffix(".")] = version
+        versions[new.removesuffix(".")] = version
     renamed._metadata = versions  # type: ignore[attr-defined]
     return renamed

@@ -30,8 +30,10 @@ POINTER = "last_checkpoint"
 # The iteration of the checkpoint that the pointer names, if its name does not tell it.
 _ITERATION = ".last_iteration"
 
-# Files with other names may not belong to a run.
-OF_A_RUN = re.compile(rf"(.+)_([0-9]{{7,}}|final)(\.pth|{MOVED_ASIDE})?")
+# Files with other names may not belong to a run. MMEngine's are iter_70.pth and epoch_3.pth.
+_OF_A_RUN = re.compile(
+    rf"(iter|epoch|.+(?=_[0-9]{{7}}|_final))_([0-9]+|final)(\.pth|{MOVED_ASIDE})?"
+)
 # The best model of a run, from which none resumes.
 _BEST_OF_A_RUN = re.compile(rf"(.+_)?best(\.pth|{MOVED_ASIDE})?")
 
@@ -51,11 +53,9 @@ def write_iteration(save_dir: AnyPath, iteration: int | None) -> None:
         file.write(str(iteration).encode())
 
 
-def pointed_iteration(
-    save_dir: AnyPath, pointed: str, of_a_run: re.Pattern[str] = OF_A_RUN
-) -> int | None:
+def pointed_iteration(save_dir: AnyPath, pointed: str) -> int | None:
     """The iteration of the checkpoint that the pointer names, or None if it is not known."""
-    iteration = iteration_in_name(pointed, of_a_run=of_a_run)
+    iteration = iteration_in_name(pointed)
     if pointed and iteration is None:
         with suppress(OSError, ValueError):
             iteration = int(Path(save_dir, _ITERATION).read_bytes())
@@ -89,28 +89,22 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
     return sorted(names)
 
 
-def names_to_resume(
-    save_dir: AnyPath, of_a_run: re.Pattern[str] = OF_A_RUN
-) -> Iterator[str]:
+def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
     """The names of the checkpoints to try, in this order.
 
     The one that ``last_checkpoint`` names comes first, then the others follow, newest first. Those
     with a higher iteration than that one are of another run, and come last. A file that does not
     have the name of a run's checkpoint, or holds no iteration, is left out.
-
-    Args:
-        save_dir: the folder.
-        of_a_run: the pattern of the names of a run's checkpoints: a prefix and a number.
     """
     pointed = read_pointer(save_dir)
     if pointed:
         yield pointed
-    limit = pointed_iteration(save_dir, pointed, of_a_run)
+    limit = pointed_iteration(save_dir, pointed)
     others = []
     for name in checkpoint_names(save_dir):
-        if name == pointed or not of_a_run.fullmatch(name):
+        if name == pointed or not _OF_A_RUN.fullmatch(name):
             continue
-        iteration = iteration_in_name(name, of_a_run=of_a_run)
+        iteration = iteration_in_name(name)
         if iteration is None:
             iteration = _stored_iteration(os.path.join(save_dir, name))
         if iteration is not None:
@@ -120,9 +114,7 @@ def names_to_resume(
         yield name
 
 
-def iteration_in_name(
-    name: str, prefix: str | None = None, of_a_run: re.Pattern[str] = OF_A_RUN
-) -> int | None:
+def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
     """The number in ``{prefix}_{7 or more digits}`` with or without ``.pth``, or None.
 
     >>> iteration_in_name("model_0000099.pth")
@@ -130,7 +122,7 @@ def iteration_in_name(
     >>> iteration_in_name("model_final.pth") is None
     True
     """
-    match = of_a_run.fullmatch(name)
+    match = _OF_A_RUN.fullmatch(name)
     if match is None or prefix not in (None, match[1]):
         return None
     number = match[2]

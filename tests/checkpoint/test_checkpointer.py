@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from equality import assert_equal
 from faults import full_disk
@@ -223,7 +224,7 @@ def test_nothing_is_loaded_on_any_rank_if_one_refuses(tmp_path: Path) -> None:
 
 
 def test_a_resume_refuses_another_model_whose_weights_can_be_loaded(
-    shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shards: bool, tmp_path: Path
 ) -> None:
     saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     Checkpointer(saved, tmp_path, sharded=shards, trainer=Counter(5)).save("a")
@@ -235,10 +236,107 @@ def test_a_resume_refuses_another_model_whose_weights_can_be_loaded(
     assert (model[0].weight.tolist(), trainer.value) == (first, 1)
     checkpointer.load(checkpointer.get_checkpoint_file(), checkpointables=[])
     assert torch.equal(model[0].weight, saved[0].weight)
-    # Layers that are new or gone are told, as ever.
-    Checkpointer(saved[:1], tmp_path).resume_or_load("")
-    Checkpointer(nn.Sequential(*saved, nn.Linear(4, 1)), tmp_path).resume_or_load("")
-    assert caplog.text.count("Not loaded") == 3
+
+
+class Batchwise(nn.Module):
+    """Keeps a tensor that its state has under one name, or renamed under another."""
+
+    def __init__(self, name: str, norm: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2) if norm else nn.Identity()
+        setattr(self, name, nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("now", "names"),
+    [
+        (Batchwise("renamed"), ["renamed.weight", "head.bias"]),
+        (Batchwise("head", norm=False), ["norm.running_mean"]),
+        (nn.Sequential(nn.BatchNorm1d(2)), ["0.running_var"]),
+    ],
+)
+def test_a_resume_refuses_names_that_are_missing_or_unexpected(
+    now: nn.Module, names: list[str], shards: bool, tmp_path: Path
+) -> None:
+    saved = Batchwise("head")
+    Checkpointer(saved, tmp_path, sharded=shards, trainer=Counter(5)).save("a")
+    before, trainer = copy.deepcopy(dict(now.state_dict())), Counter(1)
+    checkpointer = Checkpointer(now, tmp_path, trainer=trainer)
+    with pytest.raises(ValueError, match=r"strict=False|revise_keys=") as caught:
+        checkpointer.resume_or_load("")
+    assert [name for name in names if f"'{name}'" not in str(caught.value)] == []
+    assert_equal(dict(now.state_dict()), before)
+    assert trainer.value == 1
+
+
+def test_a_checkpoint_that_is_partial_on_purpose_is_resumed(
+    shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Adapters(Checkpointer):
+        """Saves the head alone."""
+
+        def content(self, extra: dict[str, Any]) -> dict[str, Any]:
+            content = super().content(extra)
+            content["model"] = {"head.bias": content["model"]["head.bias"]}
+            return content
+
+    Adapters(Batchwise("head"), tmp_path, sharded=shards, trainer=Counter(5)).save("a")
+    trainer = Counter()
+    checkpointer = Checkpointer(Batchwise("head"), tmp_path, trainer=trainer)
+    with pytest.raises(ValueError, match=r"'head\.weight'"):
+        checkpointer.resume_or_load("")
+    checkpointer.resume_or_load("", strict=False)
+    assert trainer.value == 5
+    assert "'head.weight'" in caplog.text
+
+
+def wrapped(kind: str, net: nn.Module) -> nn.Module:
+    if kind == "compiled inside":
+        net[1] = torch.compile(net[1], backend="eager")  # type: ignore[index, assignment]
+    elif kind == "parallel inside":
+        net[0] = nn.DataParallel(net[0])  # type: ignore[index]
+    elif kind == "averaged":
+        return AveragedModel(net)
+    elif kind == "all":
+        net[0] = torch.compile(nn.DataParallel(net[0]), backend="eager")  # type: ignore[index, assignment]
+        return nn.DataParallel(torch.compile(net, backend="eager"))  # type: ignore[arg-type]
+    return net
+
+
+def net_of(value: float) -> nn.Sequential:
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, value)
+    return net
+
+
+KINDS = ["bare", "compiled inside", "parallel inside", "averaged", "all"]
+
+
+@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize("now", [*KINDS[:3], "all"])
+def test_names_that_only_a_wrapper_adds_are_no_difference(
+    before: str, now: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = wrapped(before, net_of(3.0))
+    # By the names of the wrapped model, as a loop of one's own saves them.
+    save_file({"model": saved.state_dict(), "trainer": {}}, tmp_path / "a.pth")
+    (tmp_path / "last_checkpoint").write_text("a.pth")
+    model = wrapped(now, net_of(0.0))
+    caplog.clear()
+    Checkpointer(model, tmp_path).resume_or_load("")
+    assert {each.sum().item() / each.numel() for each in model.parameters()} == {3.0}
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_of_a_parametrized_model_the_error_says_what_has_changed_its_names(
+    tmp_path: Path,
+) -> None:
+    saved = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)))
+    Checkpointer(saved, tmp_path).save("a")
+    Checkpointer(saved, tmp_path).resume_or_load("")
+    with pytest.raises(ValueError, match=r"torch\.nn\.utils\.parametrize"):
+        Checkpointer(nn.Sequential(nn.Linear(2, 1)), tmp_path).resume_or_load("")
 
 
 def test_a_resume_refuses_a_file_that_lacks_a_state(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class Checkpointer(core.Checkpointer):
             return content
         return with_model(content, filename)
 
-    def _load_into_model(self, state: State, same_shapes: bool) -> None:
+    def _load_into_model(self, state: State, strict: bool) -> None:
         found = self._load_model(state)
         if found is not None:
             self._log_incompatible_keys(found)

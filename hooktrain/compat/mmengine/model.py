@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hooktrain import model as models
-from hooktrain.checkpoint import load_checkpoint as load_weights
+from hooktrain.checkpoint import load_checkpoint, load_model_state, local_path
+from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS
 from hooktrain.compat.peers import of_peers
 from hooktrain.model import SeparateDistributedDataParallel, StepDistributedDataParallel
@@ -55,8 +56,14 @@ class BaseModule(nn.Module):
             if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
                 child.init_weights()  # type: ignore[operator]
         for each in pretrained:
-            prefix = each.get("prefix") or ""
-            load_weights(self, each["checkpoint"], prefix=prefix)
+            prefix = each.get("prefix")
+            if not prefix:
+                load_checkpoint(self, each["checkpoint"])
+                continue
+            start = prefix.removesuffix(".") + "."
+            state = read_checkpoint(local_path(each["checkpoint"]))["model"]
+            part = {n[len(start) :]: state[n] for n in state if n.startswith(start)}
+            load_model_state(self, part)
         self.is_init = True
 
 

@@ -2,13 +2,12 @@
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -35,7 +34,7 @@ from hooktrain.strategy.environment import Launcher
 from hooktrain.utils import comm
 from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_step
-from hooktrain.utils.file_io import MOVED_ASIDE, AnyPath, lock_folder, on_disk
+from hooktrain.utils.file_io import AnyPath, lock_folder, on_disk
 from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.tensors import full_tensors
 
@@ -367,7 +366,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
         Args:
             state_dict: of a model, wrapped or not.
-            strict: raise a RuntimeError if there is a difference.
+            strict: raise a ValueError if there is a difference.
             revise_keys: see :func:`hooktrain.checkpoint.revise_names`.
         """
         state = revise_names(state_dict, revise_keys)
@@ -569,11 +568,6 @@ class BaseStrategy(strategy.BaseStrategy):
 class _Checkpointer(Checkpointer):
     """Saves and loads the model by the strategy's methods, and calls a function around it."""
 
-    # Also MMEngine's names, such as iter_70.pth, but not best_accuracy_epoch_3.pth.
-    _of_a_run: ClassVar = re.compile(
-        r"(iter|epoch|.+(?=_[0-9]{7}|_final))_([0-9]+|final)"
-        rf"(\.pth|{MOVED_ASIDE})?"
-    )
     strategy: BaseStrategy
     callback: Callback = None
 
@@ -585,10 +579,10 @@ class _Checkpointer(Checkpointer):
     def _restore(self, path: str, state: State, *args: Any, **kwargs: Any) -> State:
         return super()._restore(path, self.called(state), *args, **kwargs)
 
-    def _load_into_model(self, state: State, same_shapes: bool) -> None:
-        # It refuses other shapes, which the strategy's method would pass over.
-        super()._load_into_model(state, same_shapes=True)
-        self.strategy.load_model_state_dict(state["model"])
+    def _load_into_model(self, state: State, strict: bool) -> None:
+        self.strategy.load_model_state_dict(
+            state["model"], strict=self.callback is None
+        )
 
     def called(self, state: State) -> State:
         """A checkpoint after the callback."""

@@ -644,7 +644,7 @@ def test_weights_are_renamed_as_they_are_loaded(tmp_path: Path) -> None:
     renames = [(r"^net\.", "")]
     second.load_model_state_dict(state, strict=True, revise_keys=renames)
     assert_equal(dict(second.model_state_dict()), dict(first.model_state_dict()))
-    with pytest.raises(RuntimeError, match="last"):
+    with pytest.raises(ValueError, match="last"):
         second.load_model_state_dict({"last.bias": torch.ones(1)}, strict=True)
     torch.save({"state_dict": state}, tmp_path / "b.pth")
     second.load_checkpoint(tmp_path / "b.pth", strict=True, revise_keys=renames)
