@@ -1,8 +1,7 @@
 """What the ranks of a run tell each other at each exchange, besides metrics."""
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from hooktrain.engine.clock import Clock
 from hooktrain.utils import comm
@@ -11,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Agreement:
-    """Requests to stop, signals, the time, and a comparison, which travel with the metrics.
+    """Requests to stop, signals, and the time, which travel with the metrics.
 
     Each rank proposes numbers by name, and all ranks get the maxima over the ranks.
 
@@ -30,8 +29,6 @@ class Agreement:
         self.signal = 0
         self._clock = clock
         self._own_reason: str | None = None
-        self._compared = 0
-        self._on_difference: Any = None
 
     def request_stop(self, reason: str, iteration: int) -> None:
         """Ask for an early end of the run; a single process agrees at once."""
@@ -41,33 +38,18 @@ class Agreement:
         if comm.get_world_size() == 1:
             self.stop_reason = self._own_reason
 
-    def compare(self, number: int, on_difference: Callable[[], None]) -> None:
-        """Let the exchanges from now on compare a number of the ranks. Call it on all ranks.
-
-        Args:
-            number: from 0 to 2^53.
-            on_difference: is called on all ranks if the numbers differ, and raises an error.
-        """
-        self._compared = number
-        self._on_difference = on_difference
-
     def proposals(self) -> dict[str, float]:
         """The numbers of this rank, by name."""
         return {
             "rank_that_stops": -1 if self._own_reason is None else comm.get_rank(),
             "seconds": self._clock.own,
             "signal": self.own_signal,
-            "most_compared": self._compared,
-            # The maximum of the negative numbers is the minimum of the numbers.
-            "least_compared": -self._compared,
         }
 
     def settle(self, maxima: Mapping[str, float]) -> None:
         """Take the maxima over the ranks. A collective, if a rank asks for a stop."""
         self._clock.agreed = maxima["seconds"]
         self.signal = int(maxima["signal"])
-        if maxima["most_compared"] != -maxima["least_compared"]:
-            self._on_difference()
         rank = int(maxima["rank_that_stops"])
         if rank >= 0 and self.stop_reason is None:
             self.stop_reason = comm.broadcast(self._own_reason, rank)

@@ -22,25 +22,6 @@ def test_a_single_process_agrees_at_once_and_the_first_reason_counts(
     assert len(caplog.messages) == 1
 
 
-class DifferError(Exception):
-    """The compared numbers differ."""
-
-
-def differ() -> None:
-    raise DifferError
-
-
-def test_equal_numbers_are_compared_without_a_word_and_others_call_the_function() -> (
-    None
-):
-    agreement = Agreement(Clock())
-    agreement.compare(7, differ)
-    maxima = agreement.proposals()
-    agreement.settle(maxima)
-    with pytest.raises(DifferError):
-        agreement.settle({**maxima, "most_compared": 8})
-
-
 def agree() -> list[object]:
     """Two exchanges, before which the second rank asks for a stop, and then the first too."""
     clock = Clock()

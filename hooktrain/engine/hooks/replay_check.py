@@ -2,11 +2,12 @@
 
 import copy
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
 from statistics import mode
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from torch.random import fork_rng
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.trainers import SimpleTrainer
+from hooktrain.events import EventStorage
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
 from hooktrain.utils.periods import Period
-from hooktrain.utils.tensors import compute_device, is_sharded, local_tensor
+from hooktrain.utils.tensors import compute_device, is_sharded, local_box, local_tensor
 
 Rows: TypeAlias = Iterable[tuple[str, Tensor]]  # named tensors of one dimension
 
@@ -31,9 +33,9 @@ _DIFFERS = (
     "weights or buffers differ, then one whose loss does"
 )
 _REPLICAS = (
-    "the weights of the ranks differ in iteration %d: their bytes add up to %d, but not on the "
-    "ranks %s. Of two ranks either may be wrong. On another machine, go on from a checkpoint that "
-    "is older than that by a period of this check and one of the metrics"
+    "iteration %d makes no update: the ranks %s should have the same weights, but those of the "
+    "ranks %s are not those of most. Of two ranks either may be wrong. On another machine, go on "
+    "from a checkpoint that is older than the check before this one"
 )
 
 
@@ -47,10 +49,12 @@ class ReplayCheck(HookBase):
     check, and the error says so.
 
     What both passes share shows no difference, such as a weight that changed before. So a check
-    also adds the bytes of the weights that each rank has as a whole. The sum travels with the
-    metrics: the next exchange (``gather_metric_period``), which also comes before each checkpoint,
-    ends the run if a rank has another one. Shards and buffers differ anyway, and are left out: a
-    shard that changed before a check is not found.
+    also compares the sums of the bytes of the weights, between ranks that have the same parts of
+    them: all of them, or the replicas of shards (HSDP). A shard of which there is one is not
+    compared. Buffers may differ, and so may weights that ranks do not exchange: those that
+    DistributedDataParallel ignores, and whole ones beside shards.
+
+    What a hook does to the gradients in ``after_backward`` comes after the check.
 
     A check costs a forward and a backward pass, and memory for another set of gradients.
 
@@ -90,7 +94,7 @@ class ReplayCheck(HookBase):
         trainer.replay = None
         model = unwrap_model(trainer.model)
         weights = list(_weights(model))
-        self._compare_ranks(model, weights)
+        parts = _parts(model, weights)
         taken = [next(batches) for _ in range(trainer.batches_per_step)]
         # Copies, since a model may change its batch, and so may broken memory.
         again, buffers = copy.deepcopy((taken, list(model.buffers())))
@@ -106,35 +110,49 @@ class ReplayCheck(HookBase):
             buffer.copy_(before)
         for wrapper in wrappers_by_name(trainer.optim_wrapper).values():
             wrapper.inner_count -= wrapper.accumulative_counts
-        # With CUDA graphs these take the place of the first ones.
-        losses = trainer.compute_gradients(iter(again))
+        # With CUDA graphs these take the place of the first ones. Metrics that the model records
+        # were recorded by the first pass.
+        with EventStorage(trainer.iter):
+            losses = trainer.compute_gradients(iter(again))
         second = _computed(model, losses)
 
-        def look() -> str:
+        def look() -> tuple[str, tuple[int, int]]:
             text = _difference(first, second)
             # Then a weight may have changed; else it need not be read once more.
-            return text and (_difference(weights, _weights(model)) or text)
+            return text and (_difference(weights, _weights(model)) or text), parts
 
-        found = list(filter(None, comm.on_all_ranks(look)))
+        texts, everywhere = zip(*comm.on_all_ranks(look), strict=True)
+        found = list(filter(None, texts))
         if found:
             raise RuntimeError(_DIFFERS % (trainer.iter, found[:8]))
+        _compare_ranks(trainer.iter, everywhere)
         return losses
 
-    def _compare_ranks(self, model: nn.Module, weights: Rows) -> None:
-        """Let the next exchange compare the weights that every rank has as a whole."""
-        own = 0
-        for parameter, (_, number) in zip(model.parameters(), weights, strict=True):
-            if not is_sharded(parameter):
-                own += int(number)  # host-device synchronisation
-        where = self.trainer.iter
-        self.trainer.agreement.compare(own, partial(_name_ranks, where, own))
+
+def _parts(model: nn.Module, weights: Rows) -> tuple[int, int]:
+    """A number of the parts of the weights that this rank has, and the sum of their bytes."""
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    has_shards = any(map(is_sharded, model.parameters()))
+    parts, total = [], 0
+    for (name, each), (_, number) in zip(
+        model.named_parameters(), weights, strict=True
+    ):
+        if is_sharded(each) or not (has_shards or name in ignored):
+            parts.append((name, local_box(each)))
+            total += int(number)  # host-device synchronisation
+    return crc32(repr(parts).encode()), total
 
 
-def _name_ranks(iteration: int, own: int) -> None:
-    """Name the ranks whose sums differ from most. A collective."""
-    sums = comm.all_gather(own)
-    others = [rank for rank, each in enumerate(sums) if each != mode(sums)]
-    raise RuntimeError(_REPLICAS % (iteration, mode(sums), others))
+def _compare_ranks(iteration: int, everywhere: Iterable[tuple[int, int]]) -> None:
+    """Name ranks whose sum is not that of most ranks with the same parts."""
+    sums: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, (parts, total) in enumerate(everywhere):
+        sums[parts][rank] = total
+    for of_ranks in sums.values():
+        usual = mode(of_ranks.values())
+        others = [rank for rank, total in of_ranks.items() if total != usual]
+        if others:
+            raise RuntimeError(_REPLICAS % (iteration, [*of_ranks], others))
 
 
 def _weights(model: nn.Module) -> Rows:

@@ -44,7 +44,8 @@ class IterationTimer(HookBase):
         """Record the time of the step, and move the bar."""
         own, done = self.trainer.clock.own, self.trainer.done
         if done > self._warmup_iter:
-            self.trainer.storage.put_scalar("time", own - self._last)
+            time = own - self._last
+            self.trainer.storage.put_scalar("time", time, reproducible=False)
         self._last = own
         if done <= self._timed_from:
             self._warm = own

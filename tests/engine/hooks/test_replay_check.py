@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -17,6 +18,7 @@ from gloo import run_ranks
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import CallbackHook, ReplayCheck
+from hooktrain.events import get_event_storage
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils import comm
@@ -313,43 +315,103 @@ class Drifting(Flipping):
 
     def compute_gradients(self, batches: Any) -> Any:
         if self.is_now("replica"):
-            flip(self.model.module.last.weight)  # type: ignore[union-attr]
+            model: Any = self.model
+            flip(local_tensor(getattr(model, "module", model).last.weight))
         return super().compute_gradients(batches)
 
 
-def compare_replicas() -> list[Any]:
-    exchanged: list[int] = []
-    max_and_sum = comm.max_and_sum
-
-    def count(values: Tensor, maxima: int) -> None:
-        exchanged.append(len(values))
-        max_and_sum(values, maxima)
-
-    comm.max_and_sum = count
-    found: list[Any] = []
-    for hooks in ([], [ReplayCheck(3)]):
-        found.append(failure_of("", 0, *hooks, wrap=DistributedDataParallel))
-        found.append(list(exchanged))
-        exchanged.clear()
-    comm.max_and_sum = max_and_sum
-    for rank in (0, 1):
-        options = {"wrap": DistributedDataParallel, "gather_metric_period": 8}
-        told = failure_of("replica", rank, ReplayCheck(3), kind=Drifting, **options)
-        found.append(told[:2])
-    return found
+def drift(rank: int, wrap: Any) -> tuple[str, int]:
+    told = failure_of("replica", rank, ReplayCheck(3), kind=Drifting, wrap=wrap)
+    return told[:2]
 
 
-def test_ranks_that_have_other_weights_know_it_at_their_next_exchange() -> None:
-    first, second = run_ranks(compare_replicas, 2)
-    assert first == second
-    without, calls, *more = first[:4]
-    assert without == ("", 20, True)
-    assert more == [without, calls]  # no further exchange for it
-    for text, updates in first[4:]:
-        assert "weights of the ranks differ" in text
-        assert "in iteration 6:" in text  # the last check before the exchange
-        assert "on the ranks [1]" in text
-        assert updates == 7  # the eighth has exchanged
+def drift_of_each_replica() -> list[tuple[str, int]]:
+    return [drift(rank, DistributedDataParallel) for rank in range(3)]
+
+
+def test_a_rank_whose_weights_are_not_those_of_most_is_named_at_the_next_check() -> (
+    None
+):
+    first, second, third = run_ranks(drift_of_each_replica, 3)
+    assert first == second == third
+    for rank, (text, updates) in enumerate(first):
+        assert "iteration 6 makes no update: the ranks [0, 1, 2] should have" in text
+        assert f"those of the ranks [{rank}] are not" in text
+        assert updates == 6
+
+
+def drift_of_a_shard() -> list[tuple[str, int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def wrap(model: Any) -> nn.Module:
+        sharded: Any = shard_model(model, mesh=mesh)
+        sharded.own = nn.Parameter(torch.full((2,), float(comm.get_rank())))
+        return sharded  # type: ignore[no-any-return]
+
+    return [drift(-1, wrap), drift(2, wrap), drift(1, wrap)]
+
+
+def test_a_shard_that_is_not_that_of_its_replica_is_named() -> None:
+    healthy, of_first, of_second = run_ranks(drift_of_a_shard, 4)[0]
+    assert healthy == ("", 20)
+    for (text, updates), ranks in ((of_first, [0, 2]), (of_second, [1, 3])):
+        assert f"the ranks {ranks} should have the same weights" in text
+        assert updates == 6
+
+
+def weights_of_one_rank() -> list[tuple[str, int]]:
+    def wrap(model: Any) -> nn.Module:
+        model.own = nn.Linear(2, 2)
+        nn.init.constant_(model.own.weight, comm.get_rank())
+        own = [f"own.{name}" for name in ("weight", "bias")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+        return DistributedDataParallel(model)
+
+    return [drift(-1, wrap), drift(1, wrap)]
+
+
+def test_weights_that_are_not_exchanged_may_differ_and_others_are_compared() -> None:
+    healthy, drifted = run_ranks(weights_of_one_rank, 2)[0]
+    assert healthy == ("", 20)
+    assert "makes no update: the ranks [0, 1] should" in drifted[0]
+
+
+class Counting(Noisy):
+    """Records a metric of its own."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        losses = super().forward(x)
+        get_event_storage().put_scalar("of the model", losses["loss_a"])
+        return losses
+
+
+def test_metrics_of_the_model_are_recorded_once() -> None:
+    found = []
+    for hooks in ([], [ReplayCheck(2)]):
+        model = Counting()
+        trainer = SimpleTrainer(model, batches(10, 6), plain(model))
+        trainer.seed = 3
+        trainer.register_hooks(hooks)
+        trainer.train(max_iter=10)
+        found.append(trainer.storage.history("of the model").values())
+    assert found[0] == found[1]
+    assert [i for _, i in found[0]] == list(range(10))
+
+
+def test_the_first_iteration_of_a_resumed_run_is_not_checked() -> None:
+    model = Noisy()
+    passes: list[int] = []
+
+    class Counted(SimpleTrainer):
+        def compute_gradients(self, batches: Any) -> Any:
+            passes.append(self.iter)
+            return super().compute_gradients(batches)
+
+    trainer = Counted(model, batches(10, 6), plain(model))
+    trainer.register_hooks([ReplayCheck(2)])
+    trainer.train(0, 4)
+    trainer.train(max_iter=7)
+    assert passes == [0, 1, 2, 2, 3, 4, 5, 6, 6]
 
 
 def test_sparse_gradients_are_compared() -> None:
