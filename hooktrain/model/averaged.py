@@ -24,10 +24,10 @@ class BaseAveragedModel(nn.Module):
 
     It is a module, so a model that has it as a child, such as a student with its teacher, saves it
     too. Parameters are averaged in their own data type, so keep the model in float32: in bfloat16
-    a small weight changes nothing. Buffers are copied at each update. So the statistics of
-    BatchNorm are those of the model's own weights, which is good enough for a moving average. For
-    other averages measure them before use, in training mode, by
-    :func:`hooktrain.model.update_bn_stats`.
+    a small weight changes nothing. Buffers are copied at each update, but for those that are not
+    saved (``persistent=False``), such as caches. So the statistics of BatchNorm are those of the
+    model's own weights, which is good enough for a moving average. For other averages measure them
+    before use, in training mode, by :func:`hooktrain.model.update_bn_stats`.
 
     Args:
         model: the model, which is copied without data parallel wrappers and ``torch.compile``.
@@ -222,6 +222,10 @@ class StochasticWeightAverage(BaseAveragedModel):
 
 @torch.no_grad()
 def _write(targets: Tensors, sources: Tensors) -> None:
+    for name, target in targets.items():
+        shape = sources[name].shape
+        if target.shape != shape and not isinstance(target, nn.Parameter):
+            target.resize_(shape)  # a buffer that grows
     # torch copies those of one data type together.
     for dtype in {target.dtype for target in targets.values()}:
         pairs = [
@@ -260,9 +264,12 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module) -> Tensors:
-    """Parameters and buffers by name, each once; of sharded ones the local shard."""
-    for module in model.modules():
+    """Parameters and saved buffers by name, each once; of sharded ones the local shard."""
+    names: dict[Tensor, str] = {}
+    for path, module in model.named_modules():
         if _is_sharded(module):  # after an evaluation its tensors are unsharded
-            module.reshard()  # type: ignore[operator]
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: local_tensor(tensor) for name, tensor in named}
+            module.reshard()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(tensor, f"{path}.{name}".lstrip("."))
+    return {name: local_tensor(tensor) for tensor, name in names.items()}

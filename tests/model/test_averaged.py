@@ -34,7 +34,8 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
         self.coarse = nn.Parameter(torch.randn(2).bfloat16())
         self.index = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
-        self.register_buffer("scale", torch.ones(2), persistent=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("table", torch.ones(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.stem(x)) + self.tied(x)  # type: ignore[no-any-return]
@@ -49,8 +50,8 @@ def train(model: nn.Module) -> None:
 
 
 def values(model: nn.Module) -> State:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named}
+    """All tensors that a model saves."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 COPIED = {"index", "scale"} | {
@@ -88,6 +89,43 @@ def test_the_averaged_model_is_a_separate_one_for_evaluation() -> None:
     assert model.stem.weight.requires_grad
     assert all(not p.requires_grad and p.grad is None for p in ema.module.parameters())
     assert ema.module.tied.weight is ema.module.stem.weight
+
+
+class Caching(nn.Module):
+    """A table that comes later, one that grows and shrinks, and a saved queue that does so too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("queue", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = torch.ones(len(x))
+        self.register_buffer("table", torch.ones(len(x)), persistent=False)
+        self.queue = x[:, 0].clone()
+        return (self.fc(x)[:, 0] * self.mask * self.table).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (1, 3), (3, 1)])
+def test_buffers_may_come_later_grow_and_shrink(sizes: tuple[int, ...]) -> None:
+    model = Caching()
+    average = ExponentialMovingAverage(model, 0.5)
+    for size in sizes:
+        x = torch.randn(size, 3)
+        model(x)
+        average.update_parameters(model)
+        assert torch.equal(average.module.queue, x[:, 0])  # type: ignore[arg-type]
+    raw = values(model)
+    average.module.queue = torch.zeros(7)
+    with average.swap(model):
+        assert torch.equal(model.queue, torch.zeros(7))
+        assert len(model.table) == sizes[-1]
+        model(torch.randn(2, 3))
+    assert_equal(values(model), raw)
+    average.reset(model)
+    assert_equal(values(average.module), raw)
 
 
 def test_swap_gives_the_same_weights_back_after_an_error() -> None:
@@ -138,6 +176,8 @@ def test_another_model_is_refused_by_naming_the_difference() -> None:
     ema = ExponentialMovingAverage(nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"differ in \['bias'\]"):
         ema.update_parameters(nn.Linear(3, 4, bias=False))
+    with pytest.raises(RuntimeError, match="3"):
+        ema.reset(nn.Linear(2, 4))
 
 
 def scalar(value: float) -> nn.Linear:

@@ -187,4 +187,5 @@ def _refuse_another(hook: HookBase, model: nn.Module) -> None:
 
 
 def _shapes(state: Mapping[str, Any]) -> set[tuple[str, Any]]:
-    return {(name, tuple(value.shape)) for name, value in state.items()}
+    # What get_extra_state() of a module returns has no shape.
+    return {(name, tuple(getattr(v, "shape", ()))) for name, v in state.items()}

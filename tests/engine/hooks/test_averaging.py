@@ -62,6 +62,27 @@ def test_an_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) 
     assert torch.equal(resumed.average.module.fc.weight, whole.average.module.fc.weight)
 
 
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 3}
+
+
+def test_the_average_of_a_model_with_extra_state_resumes() -> None:
+    saved, resumed = linear_trainer(), linear_trainer()
+    averages = []
+    for trainer in (saved, resumed):
+        trainer.model.fc.__class__ = WithExtraState
+        hook = EMA(trainer.model)
+        trainer.register_hooks([hook])
+        averages.append(hook.average.module.fc)
+    saved.train(0, 2)
+    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert torch.equal(averages[0].weight, averages[1].weight)
+
+
 def test_the_average_of_another_model_is_refused_before_anything_is_loaded() -> None:
     saved = linear_trainer()
     saved.register_hooks([EMA(saved.model)])
