@@ -1,8 +1,8 @@
 """Whether optimizers belong to a model, and whether they train it."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 
 logger = logging.getLogger(__name__)
 
-# How often each parameter was changed, and the rates of the groups.
-Version: TypeAlias = tuple[list[int], list[float]]
+# How often parameters were changed, and the rates of the groups.
+Version: TypeAlias = tuple[int, list[float]]
 
 # The optimizers whose settings a hook changes, and the rates that its last run has left.
 scheduled: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()
@@ -67,33 +67,61 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
             len(left),
             left[:5],
         )
-    for name in _lists_of_layers(model):
-        logger.warning("%s has layers that are not trained: use nn.ModuleList", name)
+    for name in _hidden(model, names.keys() | trained):
+        logger.warning(
+            "%s is not trained: use nn.Parameter, nn.ModuleList or nn.ModuleDict, or "
+            "requires_grad_(False)",
+            name,
+        )
+    for wrapper in wrappers:
+        groups = wrapper.param_groups
+        # Schedulers of timm multiply each lr when they are made.
+        scales = {group.get("lr_scale", 1.0) for group in groups}
+        if len(scales) > 1 and len({float(group["lr"]) for group in groups}) == 1:
+            logger.warning(
+                "lr_scale in groups of the optimizer is for schedulers of timm, and nothing else "
+                "reads it: for each of them group['lr'] *= group.pop('lr_scale')"
+            )
 
 
-def _lists_of_layers(model: nn.Module) -> Iterator[str]:
-    """The names of plain lists and tuples of layers, which are not part of a model."""
+def _hidden(model: nn.Module, known: Set[Tensor]) -> Iterator[str]:
+    """The names of attributes with trainable tensors, or layers, that are not part of a model.
+
+    Args:
+        model: the model.
+        known: the tensors that are.
+    """
     for path, module in model.named_modules(prefix="model"):
         for key, value in vars(module).items():
-            items = value if isinstance(value, list | tuple) else ()
-            if any(isinstance(item, nn.Module) for item in items):
+            inside = [*value.values()] if isinstance(value, dict) else value
+            items = inside if isinstance(inside, list | tuple) else [inside]
+            if any(_trainable(item) - known for item in items):
                 yield f"{path}.{key}"
 
 
+def _trainable(item: Any) -> set[Tensor]:
+    tensors = item.parameters() if isinstance(item, nn.Module) else [item]
+    return {
+        tensor
+        for tensor in tensors
+        if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
+    }
+
+
 def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
-    """How often each parameter was changed, and the rates, by the names of the optimizers."""
+    """How often parameters were changed, and the rates, by the names of the optimizers."""
     found = {}
     for name, wrapper in wrappers_by_name(optim_wrapper).items():
         found[name] = (
-            [parameter._version for parameter in wrapper.parameters],
+            sum(parameter._version for parameter in wrapper.parameters),
             # Host-device synchronisation, where rates are tensors: twice in a run.
-            [float(group.get("lr", 0.0)) for group in wrapper.param_groups],
+            [float(group.get("lr", 1.0)) for group in wrapper.param_groups],
         )
     return found
 
 
 def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None:
-    """Name each optimizer without a step that does not accumulate, and idle schedulers.
+    """Name optimizers that learn nothing, and schedulers that are not stepped.
 
     Args:
         optim_wrapper: one or several.
@@ -110,6 +138,8 @@ def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None
                 "The optimizer %s has made no step so far",
                 name or type(optimizer).__name__,
             )
+        if not any(rates + rates_before):
+            logger.warning("The learning rate is 0, so nothing is learned")
         # The mark of a scheduler of torch, which replaces the method.
         has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if has_scheduler and optimizer not in scheduled and rates == rates_before:
