@@ -13,6 +13,7 @@ from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
+from hooktrain.strategy import refuse_unexchanged
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
 from hooktrain.utils.tensors import compute_device
@@ -35,9 +36,11 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
         optim_wrapper: the optimizer of the model, or several.
 
     Raises:
-        ValueError: if the optimizers have no parameter of the model.
+        ValueError: if the optimizers have no parameter of the model, or if the ranks do not
+            exchange all gradients.
     """
     check_optimizers(model, optim_wrapper)
+    refuse_unexchanged(model)
     is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
     is_whole = is_wrapped or computes_together(model)
     if comm.get_world_size() > 1 and not is_whole:
@@ -45,6 +48,13 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
             "The ranks do not exchange gradients, so each trains a model of its own: give the "
             "trainer create_ddp_model(model)"
         )
+
+
+def trainable(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that are trained; none of a sharded model, whose forward exchanges them."""
+    if computes_together(model):
+        return set()
+    return {p for p in model.parameters() if p.requires_grad}
 
 
 def set_modes(model: nn.Module) -> None:

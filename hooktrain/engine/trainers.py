@@ -20,6 +20,7 @@ from hooktrain.engine.preflight import (
     log_modes,
     log_size,
     set_modes,
+    trainable,
     warn_of_lost_calls,
 )
 from hooktrain.engine.train_loop import TrainerBase
@@ -145,6 +146,7 @@ class ModelTrainer(TrainerBase):
     def before_train(self) -> None:
         """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
+        self._trainable = trainable(self.model)
         log_modes(self.model)
         super().before_train()
         self._data_time = 0.0
@@ -159,7 +161,12 @@ class ModelTrainer(TrainerBase):
             self._data_loader_iter.start()
 
     def after_step(self) -> None:
-        """Exchange metrics, call the hooks, and after the first period warn of mistakes."""
+        """Exchange metrics, call the hooks, and look for mistakes after each period."""
+        if self.ends_period:
+            trained = trainable(self.model)
+            if not trained <= self._trainable:  # some are new, or were frozen
+                self._trainable |= trained
+                check_parts(self.model, self.optim_wrapper)
         super().after_step()
         if not self._first_versions:
             return

@@ -36,7 +36,12 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             the start they are always broadcast, like the parameters.
         **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without ``device_ids``
             the module stays on its device, which may be the CPU.
+
+    Attributes:
+        exchanged: the parameters whose gradients the ranks exchange: those that are trainable now.
     """
+
+    exchanged: set[nn.Parameter]
 
     def __init__(
         self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any
@@ -47,6 +52,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             c10d.set_debug_level(c10d.DebugLevel.INFO)
         super().__init__(module, **kwargs)
         c10d.set_debug_level(level)
+        self.exchanged = {p for p in module.parameters() if p.requires_grad}
         is_sparse = any(getattr(each, "sparse", False) for each in module.modules())
         if not (self.find_unused_parameters or self.static_graph or is_sparse):
             self._arrange_buckets()
@@ -170,8 +176,9 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         kwargs["broadcast_buffers"] = broadcast_buffers
         parts: dict[nn.Module | None, nn.Module] = {}
+        self.exchanged = {p for p in module.parameters() if p.requires_grad}
         for child in module.children():
-            if any(parameter.requires_grad for parameter in child.parameters()):
+            if not self.exchanged.isdisjoint(child.parameters()):
                 parts[child] = _Part(child, **kwargs)
         # named_children() omits the second name of a child.
         for name, inner in module._modules.items():

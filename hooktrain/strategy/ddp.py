@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.config import instantiate
 from hooktrain.model import (
@@ -94,6 +95,38 @@ def create_ddp_model(
         ddp.register_comm_hook(state=None, hook=fp16_compress_hook)
     wrapped: nn.Module = ddp
     return wrapped
+
+
+def refuse_unexchanged(model: nn.Module) -> None:
+    """Refuse trainable parameters that were not trainable when DDP wrapped the model.
+
+    The ranks would not exchange their gradients, and drift apart.
+
+    Args:
+        model: the model. Of a part in torch's own DistributedDataParallel only the number of the
+            parameters that it exchanges is known.
+
+    Raises:
+        ValueError: if there are such parameters.
+    """
+    wrappers: list[Any] = [
+        each for each in model.modules() if isinstance(each, DistributedDataParallel)
+    ]
+    for ddp in wrappers:
+        trained = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad}
+        if hasattr(ddp, "exchanged"):
+            left = [n for n, p in trained.items() if p not in ddp.exchanged]
+        else:
+            names = trained.keys() - ddp.parameters_to_ignore
+            known = ddp._get_ddp_logging_data()["num_parameter_tensors"]
+            left = sorted(names) if len(names) > known else []
+        if left:
+            raise ValueError(
+                "the ranks do not exchange the gradients of parameters that are frozen, or "
+                f"missing, when DistributedDataParallel wraps the model: {left[:5]}. For layers "
+                "that are trained later, freeze them after "
+                "create_ddp_model(model, find_unused_parameters=True)"
+            )
 
 
 class DDPStrategy(BaseStrategy):

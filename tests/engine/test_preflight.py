@@ -41,6 +41,32 @@ def test_trainable_parameters_without_an_optimizer_are_named(
     assert caplog.messages == []
 
 
+def test_a_layer_that_is_replaced_in_a_run_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LinearLoss()
+    model.fc.requires_grad_(False)
+    model.late = nn.Linear(4, 1)
+    trainer = SimpleTrainer(model, batches(2), sgd(model))
+    trainer.compute_loss = lambda x: model(x) + model.late(x).square().mean()  # type: ignore[method-assign]
+    trainer.sync_period = 2
+
+    def change(trainer: SimpleTrainer) -> None:
+        if trainer.iter == 1:  # the optimizer has it
+            model.fc.requires_grad_(True)
+        if trainer.iter == 3:
+            model.fc = nn.Linear(4, 3)
+
+    trainer.register_hooks([CallbackHook(before_step=change)])
+    trainer.train(max_iter=2)
+    assert caplog.messages == []
+    trainer.train(max_iter=8)
+    old, new = caplog.messages
+    assert "2 parameters of the optimizer are not the model's" in old
+    assert "in no optimizer" in new
+    assert "fc.weight" in new
+
+
 def test_several_optimizers_may_share_a_model(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(LinearLoss(), nn.Linear(2, 2))
     wrappers = [OptimWrapper(sgd(part)) for part in model]

@@ -12,7 +12,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.config import LazyCall
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, StepTrainer, create_ddp_model
-from hooktrain.engine.hooks import PeriodicCheckpointer
+from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from hooktrain.model import (
     NamingDistributedDataParallel,
     SeparateDistributedDataParallel,
@@ -248,3 +248,104 @@ def test_three_ranks_resume_bit_for_bit(
     assert resumed[0][0] == broken_off_at
     # Batch norms of other ranks have their own.
     assert_equal(resumed[0][1], whole[0][1])
+
+
+class Halves(nn.Module):
+    """Two layers, of which one may be frozen for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head(self.body(x).tanh())[:, 0] - x.sum(1)).square().mean()
+
+
+def freeze(model: Halves) -> None:
+    model.body.requires_grad_(False)
+
+
+def unfreeze(model: Halves) -> None:
+    model.body.requires_grad_(True)
+
+
+def swap(model: Halves) -> None:
+    model.requires_grad_(True)
+    model.head.requires_grad_(False)
+
+
+def replace(model: Halves) -> None:
+    model.head = nn.Linear(4, 1)
+
+
+def nothing(model: Halves) -> None:
+    pass
+
+
+UNUSED = {"find_unused_parameters": True}
+# What is done before the wrapper is made, after it, and before the fourth iteration.
+WRONG = [
+    (create_ddp_model, {}, freeze, nothing, unfreeze),
+    (create_ddp_model, UNUSED, freeze, nothing, swap),
+    (create_ddp_model, UNUSED, nothing, nothing, replace),
+    (create_ddp_model, {}, freeze, unfreeze, nothing),
+    (SeparateDistributedDataParallel, {}, freeze, nothing, unfreeze),
+    (nn.parallel.DistributedDataParallel, {}, freeze, nothing, unfreeze),
+]
+RIGHT = [
+    (create_ddp_model, {}, nothing, nothing, nothing),
+    (create_ddp_model, {}, freeze, nothing, nothing),
+    (create_ddp_model, UNUSED, nothing, nothing, freeze),
+    (create_ddp_model, UNUSED, nothing, freeze, unfreeze),
+    (nn.parallel.DistributedDataParallel, UNUSED, nothing, freeze, unfreeze),
+]
+
+
+def weights_of(wrap: Any, options: Any, before: Any, after: Any, later: Any) -> Any:
+    model = Halves()
+    before(model)
+    wrapped = wrap(model, **options) if dist.is_initialized() else model
+    after(model)
+    data = build_train_loader(drawn(16, 4), total_batch_size=4, seed=5)  # type: ignore[arg-type]
+    trainer = SimpleTrainer(wrapped, data, torch.optim.SGD(model.parameters(), 0.1))
+    changes = {3: later}
+
+    def change(trainer: SimpleTrainer) -> None:
+        changes.get(trainer.iter, nothing)(model)
+
+    trainer.register_hooks([CallbackHook(before_step=change)])
+    trainer.sync_period = 5
+    trainer.train(max_iter=10)
+    return model.state_dict()
+
+
+def refused() -> list[str]:
+    errors = []
+    for case in WRONG:
+        name = "head.weight" if replace in case else "body.weight"
+        with pytest.raises(
+            ValueError, match=f"{name}.*unused_parameters=True"
+        ) as error:
+            weights_of(*case)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_layers_whose_gradients_the_ranks_do_not_exchange_are_refused() -> None:
+    one, other = run_ranks(refused, 2)
+    assert one == other
+
+
+def trained_together() -> list[dict[str, Tensor]]:
+    return [weights_of(*case) for case in RIGHT]
+
+
+def test_layers_that_are_frozen_for_a_while_are_trained_as_by_one_process() -> None:
+    alone = trained_together()
+    for found, other in zip(*run_ranks(trained_together, 2), strict=True):
+        assert_equal(found, other)
+        wanted = alone.pop(0)
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-6)
