@@ -25,7 +25,14 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.comm import on_all_ranks, on_all_ranks_patiently, on_main_process
-from hooktrain.utils.file_io import AnyPath, is_disk_full, lock_folder, on_disk, sweep
+from hooktrain.utils.file_io import (
+    AnyPath,
+    is_disk_full,
+    lock_folder,
+    on_disk,
+    sweep,
+    unlock_folder,
+)
 from hooktrain.utils.names import as_list, did_you_mean, states_of
 from hooktrain.utils.tensors import full_tensors
 
@@ -273,7 +280,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait as :meth:`wait` does, at the end of a run, and until all of it is in the store.
 
-        What processes that were still ending when the run began have left is removed.
+        What processes that were still ending when the run began have left is removed. The folder
+        is free for another run then.
 
         Raises:
             StoreTakenError: if another process goes on with the run in the store.
@@ -284,6 +292,7 @@ class Checkpointer:
             sweep(self.save_dir)
         if self._store:
             self._store.finish(self.run_files)
+        unlock_folder(self.save_dir)
 
     def give_up(self) -> None:
         """Wait as :meth:`wait` does, but only some seconds if other ranks may have failed.
@@ -293,7 +302,9 @@ class Checkpointer:
         is_done = self._worker.wait(_GIVE_UP_SECONDS if self._group else None)
         if is_done and self._store:
             is_done = self._store.worker.wait(_UPLOAD_SECONDS)
-        if not is_done:
+        if is_done:
+            unlock_folder(self.save_dir)
+        else:
             self.logger.error("The checkpoint that is being saved is given up")
 
     def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:

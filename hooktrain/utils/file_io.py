@@ -36,11 +36,11 @@ _locks: dict[Path, FileLock] = {}
 
 
 def lock_folder(folder: AnyPath) -> None:
-    """Lock a folder for this process until it ends, and remove temporary files of killed runs.
+    """Lock a folder for this process, and remove temporary files of killed runs.
 
     It is the operating system's lock on the file ``.lock`` in the folder, so it does not outlive a
-    kill, and children do not inherit it. On a file system without locks there is a warning, and
-    nothing is removed.
+    kill, and children do not inherit it. :func:`unlock_folder` releases it. On a file system
+    without locks there is a warning, and nothing is removed.
 
     Args:
         folder: an existing folder. Locking it again in the same process has no effect.
@@ -54,7 +54,8 @@ def lock_folder(folder: AnyPath) -> None:
         return
     path.touch()
     # The existence of filelock's fallback file is the lock, which would outlive a kill.
-    lock = FileLock(path, timeout=0, fallback_to_soft=False)
+    # A thread may unlock what another one has locked.
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:

@@ -1,8 +1,10 @@
 import math
+import resource
 import socket
 import subprocess
 import sys
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hooktrain.engine.hooks import (
     EvalHook,
     PeriodicCheckpointer,
 )
+from processes import end, start
 from toys import Idle, LinearLoss, batches, linear_trainer
 
 
@@ -261,3 +264,23 @@ def test_what_a_process_leaves_that_ends_during_the_run_is_removed(
     run(tmp_path, 3, CallbackHook(before_step=end), period=5)
     assert process.returncode == 0
     assert names(tmp_path) == ["model_final.pth"]
+
+
+def sweep_many(folder: Path) -> None:
+    """Runs of a sweep, each in a folder of its own, of which every other one fails."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+    for number in range(100):
+        trainer = linear_trainer()
+        saver = Checkpointer(trainer.model, folder / str(number), trainer=trainer)
+        fail = CallbackHook(after_step=lambda _, number=number: 1 / (number % 2))
+        trainer.register_hooks([PeriodicCheckpointer(saver, 9), fail])
+        with suppress(ZeroDivisionError):
+            trainer.train(max_iter=1)
+    (folder / "swept").touch()
+
+
+def test_a_folder_is_free_and_no_file_stays_open_when_a_run_has_ended(
+    tmp_path: Path,
+) -> None:
+    assert end(start(sweep_many, tmp_path)) == 0
+    assert (tmp_path / "swept").exists()
