@@ -2,13 +2,15 @@
 
 import logging
 import math
+from collections import deque
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 import torch
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.losses import WHERE_IT_BEGINS
-from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.utils import comm
@@ -30,10 +32,11 @@ class SkipNonFinite(HookBase):
     they exchange gradients, or one number if the model is sharded.
 
     With ``max_ratio`` it also skips the update if the loss spikes: the mean over the ranks of
-    ``total_loss`` exceeds ``max_ratio`` times the median of the last 100 in the storage, which
-    include spikes. With fewer than 20 there are no spikes. A loss that stays high ends the run by
-    ``max_skips``. Running statistics, as of batch norm, include the batch nevertheless. This needs
-    the losses before the update, and so the step of :class:`hooktrain.engine.SimpleTrainer`.
+    ``total_loss`` exceeds ``max_ratio`` times the median of the last 100 finite ones, which include
+    spikes. With fewer than 20 there are no spikes, nor if the median is not positive. A loss that
+    stays high ends the run by ``max_skips``. Running statistics, as of batch norm, include the
+    batch nevertheless. This needs the losses before the update, and so the step of
+    :class:`hooktrain.engine.SimpleTrainer`.
 
     Two things still end the run, since skipping an update does not repair them: a loss that is not
     finite although its gradients are, and a buffer that is no longer finite, such as a batch
@@ -42,7 +45,7 @@ class SkipNonFinite(HookBase):
     The skips by which a float16 scaler finds its scale count here too.
 
     Each iteration costs the maximum of the gradients and a host-device synchronisation; with
-    ``max_ratio`` the ranks also exchange a number.
+    ``max_ratio`` another one for the loss, and the ranks exchange a number.
 
     Args:
         max_skips: the number of skips in a row, at least 0. One more raises a FloatingPointError.
@@ -50,6 +53,9 @@ class SkipNonFinite(HookBase):
 
     Raises:
         ValueError: for impossible arguments; in a run, if ``max_ratio`` finds no losses.
+
+    Attributes:
+        recent: with ``max_ratio`` the last losses; checkpoints have them.
     """
 
     phase = "update"
@@ -60,9 +66,12 @@ class SkipNonFinite(HookBase):
             raise ValueError(f"max_ratio must be above 1: {max_ratio!r}")
         self._max_skips = max_skips
         self._max_ratio = max_ratio
+        self.recent: deque[float] = deque(maxlen=_WINDOW)
 
     def before_train(self) -> None:
         """Note the buffers that are not finite on purpose, such as masks."""
+        if self.trainer.start_iter == 0:
+            self.recent.clear()  # the losses of another run
         self._in_a_row = 0
         self._not_finite_before = self._broken_buffers()
 
@@ -93,13 +102,13 @@ class SkipNonFinite(HookBase):
         total = trainer.losses.get("total_loss", sum(trainer.losses.values()))
         own = torch.tensor(total.item())  # host-device synchronisation
         loss = comm.all_reduce(own).item() / comm.get_world_size()
-        storage: EventStorage = trainer.storage
-        history = storage.histories().get("total_loss", HistoryBuffer())
-        recent = [v for v, _ in history.tail(_WINDOW) if math.isfinite(v)]
-        if len(recent) < _FEWEST:
-            return False
-        # A ratio to a median that is not positive means nothing.
-        return 0 < max_ratio * median(recent) < loss
+        is_spike = False
+        if len(self.recent) >= _FEWEST:
+            # A ratio to a median that is not positive means nothing.
+            is_spike = 0 < max_ratio * median(self.recent) < loss
+        if math.isfinite(loss):
+            self.recent.append(loss)
+        return is_spike
 
     def _look_at(self, wrapper: OptimWrapper, is_spike: bool) -> None:
         gradients = {str(i): p.grad for i, p in enumerate(wrapper.parameters)}
@@ -135,3 +144,11 @@ class SkipNonFinite(HookBase):
                 f"{self.trainer.iter}; max_skips is {self._max_skips}\n"
                 f"{WHERE_IT_BEGINS}"
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last losses, if there are any."""
+        return {"recent": [*self.recent]} if self.recent else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        self.recent.extend(state_dict.get("recent", ()))

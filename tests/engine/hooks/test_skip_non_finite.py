@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
+from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
@@ -243,6 +244,61 @@ def test_a_spike_of_the_loss_is_skipped_by_all_ranks_alike() -> None:
 def test_a_loss_that_stays_high_ends_the_run() -> None:
     with pytest.raises(FloatingPointError, match="iteration 33"):
         with_spikes(set(range(30, 40))).train(max_iter=40)
+
+
+class Given(nn.Module):
+    """Its loss is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        one = 1 + self.weight - self.weight.detach()
+        return loss.mean() * one.sum()
+
+
+def skipped_of(losses: list[float], *further: Any) -> tuple[list[int], list[float]]:
+    """The iterations whose update was skipped, and the losses that the hook has kept."""
+    model: nn.Module = Given()
+    if comm.get_world_size() > 1:
+        model = create_ddp_model(model)
+    data = [torch.tensor([loss]) for loss in losses]
+    trainer = SimpleTrainer(model, data, adam(model), gather_metric_period=50)
+    hook = hooks.SkipNonFinite(50, max_ratio=3)
+    trainer.register_hooks([hook, *further])
+    trainer.train(max_iter=len(losses))
+    skips = trainer.storage.histories().get("skipped_updates")
+    return [i for _, i in skips.values()] if skips else [], [*hook.recent]
+
+
+def skipped_with_and_without_exchanges() -> list[Any]:
+    losses = [2.5] * 30 + [1.0] * 45 + [4.0] + [1.0] * 4
+    exchange = CallbackHook(after_step=lambda trainer: trainer.synchronize())
+    return [skipped_of(losses), skipped_of(losses, exchange)]
+
+
+def test_when_the_ranks_exchange_their_metrics_does_not_change_what_is_a_spike() -> (
+    None
+):
+    for found in run_ranks(skipped_with_and_without_exchanges, 2):
+        (skipped, _), (with_exchanges, _) = found
+        assert skipped == with_exchanges == [75]
+
+
+def test_losses_whose_median_is_not_positive_have_no_spikes() -> None:
+    assert skipped_of([-1.0] * 30 + [5.0, -1.0])[0] == []
+    assert skipped_of([0.0] * 30 + [5.0, 0.0])[0] == []
+
+
+def test_an_infinite_loss_is_no_part_of_the_median_and_a_new_run_begins_anew() -> None:
+    skipped, recent = skipped_of([1.0, math.inf] * 30 + [4.0, 1.0])
+    assert skipped == [*range(1, 61, 2), 60]
+    assert recent == [1.0] * 30 + [4.0, 1.0]
+    trainer = with_spikes(set())
+    trainer.train(0, 30)
+    trainer.train(0, 3)
+    assert len(trainer.hooks[0].recent) == 3  # type: ignore[attr-defined]
 
 
 def test_an_impossible_ratio_or_step_for_it_is_refused() -> None:
