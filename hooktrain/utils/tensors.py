@@ -2,10 +2,13 @@
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from itertools import combinations, count
+from itertools import combinations
+from operator import setitem
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,8 +100,9 @@ def map_leaves(
 ) -> Any:
     """Copy nested containers, with ``function(path, leaf)`` in place of each leaf.
 
-    Containers are dicts, lists, tuples and dataclasses without a method ``to``. They keep their
-    types, and dicts keep their attributes, such as the ``_metadata`` of a state.
+    Containers are mappings, lists, deques, tuples, dataclasses and SimpleNamespaces without a
+    method ``to``. They keep their types and attributes, such as the ``_metadata`` of a state;
+    tuples keep their type.
 
     Args:
         function: takes the path to a leaf, which consists of keys, indices and names of fields,
@@ -106,30 +110,44 @@ def map_leaves(
         data: the containers, or a leaf; they are not changed.
         path: the path to ``data`` itself.
     """
-
-    def inside(key: Any, item: Any) -> Any:
-        return map_leaves(function, item, (*path, key))
-
-    if callable(getattr(data, "to", None)):
+    items = _items(data)
+    if items is None:
         return function(path, data)
+    changed = {key: map_leaves(function, item, (*path, key)) for key, item in items}
+    return _with_items(data, changed)
+
+
+def _items(data: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The items of a container with their keys, indices or names; None for a leaf."""
+    if callable(getattr(data, "to", None)):
+        return None
     if isinstance(data, Mapping):
-        # It is copied, since not every kind of dict can be made from pairs.
-        changed: Any = copy.copy(data)
-        for key, item in data.items():
-            changed[key] = inside(key, item)
-        return changed
-    if isinstance(data, list | tuple):
-        items = map(inside, count(), data)
-        make = getattr(type(data), "_make", type(data))  # namedtuples have _make
-        return make(items)
+        return data.items()
+    if isinstance(data, list | tuple | deque):
+        return enumerate(data)
     if is_dataclass(data):
-        changed = copy.copy(data)
-        for field in fields(data):
-            item = getattr(data, field.name)
-            item = inside(field.name, item)
-            object.__setattr__(changed, field.name, item)  # it may be frozen
-        return changed
-    return function(path, data)
+        return [(field.name, getattr(data, field.name)) for field in fields(data)]
+    if isinstance(data, SimpleNamespace):
+        return vars(data).items()
+    return None
+
+
+def _with_items(data: Any, items: dict[Any, Any]) -> Any:
+    """A copy of a container with these items in place of its own."""
+    kind: Any = type(data)
+    if isinstance(data, tuple):
+        make = getattr(kind, "_make", partial(kind.__new__, kind))  # of a namedtuple
+        return make([*items.values()])
+    is_mutable = hasattr(data, "__setitem__")
+    if isinstance(data, Mapping) and not is_mutable:  # such as a MappingProxyType
+        return kind(items)
+    # It is copied, since not every class can be called with its items.
+    changed = copy.copy(data)
+    # The attributes of a dataclass may be frozen.
+    put = setitem if is_mutable else object.__setattr__
+    for key, item in items.items():
+        put(changed, key, item)
+    return changed
 
 
 def shards_of(model: nn.Module | None) -> dict[str, Tensor]:
@@ -243,7 +261,7 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move the tensors in nested dicts, lists, tuples and dataclasses, which are copied.
+    """Move the tensors in nested containers, as :func:`map_leaves` knows them, which are copied.
 
     Other objects with a method ``to`` are moved too, such as the encodings of Hugging Face's
     tokenizers. A copy from pinned memory never blocks: while CUDA computes on a batch, it copies

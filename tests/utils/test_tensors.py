@@ -1,11 +1,11 @@
 """Shards of tensors, batches on the device of the model, and what is not finite."""
 
 import math
-from collections import UserDict, defaultdict
+from collections import UserDict, defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -70,6 +70,41 @@ def test_tensors_move_in_containers_which_keep_their_types() -> None:
     ]
     assert [tensor.device.type for tensor in tensors] == ["meta"] * 5
     assert filled["image"][0].device.type == "cpu"  # the batch itself is as it was
+
+
+class Named(list[Tensor]):
+    """A list with a constructor of its own."""
+
+    def __init__(self, items: list[Tensor], name: str) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class Swapped(tuple[Tensor, ...]):
+    """A tuple whose constructor does not take its items."""
+
+    def __init__(self, *args: Any) -> None:
+        raise AssertionError("a copy calls no constructor")
+
+
+def test_containers_of_any_constructor_move_and_keep_what_else_they_have() -> None:
+    here = torch.zeros(2)
+    ring = deque([here], maxlen=3)
+    swapped = tuple.__new__(Swapped, [here])
+    batch = [
+        Named([here], "a"),
+        MappingProxyType({"x": here}),
+        ring,
+        SimpleNamespace(image=here, name="b"),
+        swapped,
+    ]
+    named, proxy, moved_ring, namespace, moved_tuple = mover_to(there)(batch)
+    assert (type(named), named.name, named[0].is_meta) == (Named, "a", True)
+    assert (type(proxy), proxy["x"].is_meta) == (MappingProxyType, True)
+    assert (moved_ring.maxlen, moved_ring[0].is_meta) == (3, True)
+    assert (namespace.name, namespace.image.is_meta) == ("b", True)
+    assert (type(moved_tuple), moved_tuple[0].is_meta) == (Swapped, True)
+    assert not ring[0].is_meta
 
 
 class Picky(Encoding):
