@@ -27,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 Keys = str | Sequence[str] | None
 
+_OF_THE_SCRIPT = (
+    "The saved config has %s, which is of this script: import it from a module, so that another "
+    "program finds the same one"
+)
+
 # The config files that are being run, each loaded by the one before it.
 _running: list[Path] = []
 
@@ -146,7 +151,9 @@ class LazyConfig:
         tuples as lists. The file appears only when it is complete.
 
         For a value that cannot be saved, such as a lambda, a tensor or a function of the config
-        file itself, a warning names its key, and :func:`instantiate` refuses the saved value.
+        file itself, a warning names its key, and :func:`instantiate` refuses the saved value. For
+        a class or function of the running script a warning says that another program finds none
+        of that name, or its own.
 
         Args:
             cfg: a whole config.
@@ -163,6 +170,8 @@ class LazyConfig:
         for line in LazyConfig.to_py(cfg, "").splitlines():
             if NOT_SAVED in line:
                 logger.warning("The saved config lacks %s", line)
+            elif "'__main__" in line:
+                logger.warning(_OF_THE_SCRIPT, line)
         with atomic_write(filename) as file:
             file.write(LazyConfig.to_json(cfg).encode())
 

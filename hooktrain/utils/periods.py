@@ -37,14 +37,17 @@ class Period:
             see :class:`hooktrain.engine.clock.Clock`. 0 is never due.
 
     Raises:
-        ValueError: for a negative number, a fraction of an iteration, or another string.
+        ValueError: for a negative number, a fraction of an iteration, ``"0 minutes"``, or another
+            string.
     """
 
     every: int | str
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str):
-            _parse(self.every)
+            number, _ = _parse(self.every)
+            if number == 0:
+                raise ValueError(f"{self.every!r} is no period: 0 iterations is never")
         else:
             check_count("a period in iterations", self.every, 0)
 

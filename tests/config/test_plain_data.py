@@ -90,13 +90,18 @@ def test_a_saved_value_is_made_again(value: Any, tmp_path: Path) -> None:
     assert made == value
 
 
-def test_a_class_of_the_script_is_saved_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_class_of_the_script_is_saved_by_its_name_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = type("Net", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Net", net, raising=False)
     loaded = round_trip(ConfigDict(model=LazyCall(net)(), kind=net), tmp_path)
     assert loaded.model["_target_"] == "__main__.Net"
+    keys = [message.split(",")[0] for message in caplog.messages]
+    assert keys == [
+        "The saved config has model._target_ = '__main__.Net'",
+        "The saved config has kind._args_ = ['__main__:Net']",
+    ]
     assert type(instantiate(loaded.model)) is net
     assert instantiate(loaded.kind) is net
 

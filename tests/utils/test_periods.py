@@ -58,10 +58,13 @@ def test_a_period_is_due_where_it_ends(
     assert [t.done for t in trainers if Period(every).is_due(t)] == due
 
 
-@pytest.mark.parametrize("every", [-1, 0.5, "10 days", "10", ""])
+@pytest.mark.parametrize(
+    "every", [-1, 0.5, "10 days", "10", "", "0 minutes", "0.0 epochs"]
+)
 def test_an_impossible_period_is_refused_at_once(every: int | str) -> None:
-    with pytest.raises(ValueError, match="iterations"):
+    with pytest.raises(ValueError, match="iterations") as caught:
         Period(every)
+    assert repr(every) in str(caught.value)
 
 
 def test_periods_of_equal_length_are_equal() -> None:
