@@ -16,6 +16,7 @@ assert VERSION is not None
 TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
 PROGRESS = ["tqdm>=4.66"]
+SAFETENSORS = ["safetensors>=0.4"]
 DETECTION = ["pillow>=9.4", "pycocotools>=2.0.8"]
 STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
 
@@ -73,6 +74,7 @@ setup(
         "plot": PLOT,
         "progress": PROGRESS,
         "detection": DETECTION,
+        "safetensors": SAFETENSORS,
         "store": STORE,
         "vision": ["torchvision>=0.24"],
         "trackers": ["wandb>=0.19", "mlflow>=2.15"],

@@ -19,7 +19,7 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.file_io import AnyPath, atomic_write
-from hooktrain.utils.tensors import is_sharded
+from hooktrain.utils.tensors import is_sharded, map_leaves
 
 # The files by which a folder of shards is recognised.
 MANIFEST = "manifest.pth"
@@ -40,6 +40,18 @@ _PLAIN_TYPES = (
 )
 # The beginning of files from before torch's zip container.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+
+
+# Numbers of numpy, which others save beside the weights, run no code.
+_SCALAR, _ = np.float64().__reduce__()
+torch.serialization.add_safe_globals(
+    [
+        np.dtype,
+        (_SCALAR, "numpy.core.multiarray.scalar"),
+        (_SCALAR, "numpy._core.multiarray.scalar"),
+        *(type(np.dtype(code)) for code in "?bhilqBHILQefdFD"),
+    ]
+)
 
 
 class CorruptCheckpointError(RuntimeError):
@@ -73,7 +85,7 @@ def write_file(state: dict[str, Any], path: AnyPath) -> None:
     crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
     with crc, atomic_write(path) as file:
         try:
-            torch.save(state, file)
+            torch.save(map_leaves(_without_rest, state), file)
         except RuntimeError as error:
             # torch fails again as it closes the file.
             first = error.__context__
@@ -82,15 +94,27 @@ def write_file(state: dict[str, Any], path: AnyPath) -> None:
             raise
 
 
+def _without_rest(_: tuple[Any, ...], leaf: Any) -> Any:
+    """Copy a view of a larger tensor, of which torch would save the whole memory."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    if leaf.untyped_storage().nbytes() <= leaf.nbytes:
+        return leaf
+    return leaf.detach().to("cpu", copy=True)  # host-device synchronisation
+
+
 def verify_file(path: AnyPath) -> None:
     """Read the whole file and compare every checksum in it (some GB/s).
 
-    A file without checksums passes if its structure is right.
+    A file without checksums, such as a ``.safetensors`` file, passes if its structure is right.
 
     Raises:
         CorruptCheckpointError: if it is broken, compressed, or no file of torch.
         OSError: if it cannot be opened.
     """
+    if _is_safetensors(path):
+        _load_safetensors(path, "cpu")  # reads no data, and refuses what is cut
+        return
     with open(path, "rb") as file, reading(path):
         problem = find_problem(file)
         if problem:
@@ -126,6 +150,8 @@ def load_verified(
             deleted meanwhile, as saves do it, but not written to. If a disk fails after the file
             was verified, a signal (SIGBUS) ends the process, so map nothing that a run keeps.
     """
+    if _is_safetensors(path):
+        return _load_safetensors(path, map_location)
     load = partial(torch.load, path, map_location, weights_only=True)
     with reading(path):
         if mapped:
@@ -133,6 +159,22 @@ def load_verified(
             with suppress(RuntimeError):
                 return load(mmap=True)
         return load()
+
+
+def _is_safetensors(path: AnyPath) -> bool:
+    """Whether a file begins as that format does: with a length of 8 bytes and a text of JSON."""
+    with open(path, "rb") as file:
+        start = file.read(9)
+    return start[8:] == b"{" and not start.startswith(b"PK")
+
+
+def _load_safetensors(path: AnyPath, map_location: str | torch.device) -> Any:
+    """The tensors of a file of that format, which stay in the mapped file."""
+    from safetensors import torch as safetensors
+
+    with reading(path):
+        tensors = safetensors.load_file(path)
+        return {name: tensor.to(map_location) for name, tensor in tensors.items()}
 
 
 @contextmanager
@@ -232,6 +274,9 @@ def _reason(error: Exception) -> str:
     _, _, message = str(error).rpartition("WeightsUnpickler error:")
     asked = re.search(r"GLOBAL (\S+)", message)
     if asked:
-        return f"it asks for {asked[1]!r}, which could run code. Nothing was run"
+        return (
+            f"it asks for {asked[1]!r}, which could run code. Nothing was run. If you trust it: "
+            f"torch.serialization.add_safe_globals([{asked[1]}])"
+        )
     first_line, _, _ = message.strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"

@@ -51,8 +51,9 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
 
     A file is downloaded into torch.hub's folder: from ``http://`` and ``https://`` once, and from
     all other schemes that fsspec knows, such as ``s3://``, again when it has changed there. It
-    gets its name in that folder when it is complete and verified: by its own checksums, if it is
-    a ``.pth`` file, and by the digest in its name, if it comes from a web server and has one.
+    gets its name in that folder when it is complete and verified: a ``.pth`` file by its own
+    checksums, a ``.safetensors`` file by its structure, and any file of a web server by the digest
+    in its name, if there is one.
     Loaders of :func:`register_scheme` go first. Anything else is a path, which is not looked at
     here. Nothing is deleted: you may empty that folder at any time.
 
@@ -115,6 +116,6 @@ def _download(address: str) -> str:
             torch.hub.download_url_to_file(address, str(temporary), expected, False)
         else:
             system.get_file(remote, str(temporary))
-        if path.suffix == ".pth":
+        if path.suffix in (".pth", ".safetensors"):
             verify_file(temporary)
     return str(path)

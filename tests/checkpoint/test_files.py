@@ -5,8 +5,11 @@ import io
 import os
 import pickle
 import random
+import re
 import resource
+import sys
 import zipfile
+from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from itertools import count, product
@@ -21,8 +24,13 @@ from torch import nn
 from equality import assert_equal, equal
 from faults import RunsCode, fail_at_write
 from gloo import run_ranks
-from hooktrain.checkpoint import Checkpointer
-from hooktrain.checkpoint.files import CorruptCheckpointError, load_file, save_file
+from hooktrain.checkpoint import Checkpointer, load_checkpoint
+from hooktrain.checkpoint.files import (
+    CorruptCheckpointError,
+    load_file,
+    save_file,
+    verify_file,
+)
 
 
 def small_state() -> dict[str, Any]:
@@ -104,6 +112,108 @@ def damaged(path: Path, versions: Iterable[bytes]) -> int:
         except CorruptCheckpointError:
             detected += 1
     return detected
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_view_is_saved_without_the_rest_of_its_memory(
+    background: bool, tmp_path: Path
+) -> None:
+    large = torch.arange(1_000_000.0)
+    whole = torch.ones(8)
+    state = {
+        "rows": large[:4],
+        "turned": large[:6].view(2, 3).t(),
+        "every": [large[::250_000]],
+        "expanded": torch.ones(1).expand(3),
+        "whole": (whole, whole),
+        "weight": nn.Parameter(large[:2]),
+        "empty": large[:0],
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    module = nn.Module()
+    module.state_dict = lambda: state  # type: ignore[method-assign, assignment]
+    checkpointer = Checkpointer(module, tmp_path, background=background)
+    checkpointer.save("a")
+    checkpointer.wait()
+    assert (tmp_path / "a.pth").stat().st_size < 10_000
+    loaded = load_file(tmp_path / "a.pth")["model"]
+    assert [loaded[name].tolist() for name in ("rows", "expanded")] == [
+        [0, 1, 2, 3],
+        [1, 1, 1],
+    ]
+    assert loaded["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert loaded["every"][0].tolist() == [0, 250_000, 500_000, 750_000]
+    assert loaded["weight"].tolist() == [0, 1]
+    assert loaded["empty"].shape == (0,)
+    assert loaded["sparse"].to_dense().tolist() == [[1, 0], [0, 1]]
+    # Tensors that are one stay one.
+    first, second = loaded["whole"]
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_numbers_of_numpy_that_others_have_saved_are_read(tmp_path: Path) -> None:
+    kinds = [
+        "bool_",
+        "int8",
+        "uint16",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+    ]
+    numbers = {kind: getattr(np, kind)(1) for kind in kinds}
+    torch.save({"weight": torch.ones(1), "best": numbers}, tmp_path / "a.pth")
+    assert load_file(tmp_path / "a.pth")["best"] == numbers
+    raw = (tmp_path / "a.pth").read_bytes()
+    module = np.float64().__reduce__()[0].__module__.encode()
+    assert module in raw  # of which numpy 1 and 2 have other names
+    objects = np.array([RunsCode(tmp_path / "ran")], dtype=object)
+    torch.save({"best": objects}, tmp_path / "b.pth")
+    with pytest.raises(CorruptCheckpointError, match="_reconstruct"):
+        load_file(tmp_path / "b.pth")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_class_in_a_file_is_named_with_the_way_to_trust_it(tmp_path: Path) -> None:
+    content = {"model": {"a": torch.ones(1)}, "args": Namespace(lr=0.1)}
+    torch.save(content, tmp_path / "a.pth")
+    way = re.escape("torch.serialization.add_safe_globals([argparse.Namespace])")
+    with pytest.raises(CorruptCheckpointError, match=way):
+        load_file(tmp_path / "a.pth")
+    with torch.serialization.safe_globals([Namespace]):
+        assert load_file(tmp_path / "a.pth")["args"] == Namespace(lr=0.1)
+
+
+def test_safetensors_are_read_wherever_a_file_is(tmp_path: Path) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    source, path = nn.Linear(3, 2), tmp_path / "model.safetensors"
+    package.save_file(source.state_dict(), path)
+    verify_file(path)
+    assert load_file(path, "meta")["weight"].is_meta
+    for load in (
+        lambda model: load_checkpoint(model, path, strict=True),
+        lambda model: Checkpointer(model).load(path),
+        lambda model: Checkpointer(model, tmp_path / "new").resume_or_load(path),
+        lambda model: load_checkpoint(model, f"file://{path}"),
+    ):
+        model = nn.Linear(3, 2)
+        load(model)
+        assert torch.equal(model.weight, source.weight)
+    raw = path.read_bytes()
+    for broken in (raw[:-1], raw[:9], b"", raw + b"x"):
+        path.write_bytes(broken)
+        with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+            load_checkpoint(nn.Linear(3, 2), path)
+
+
+def test_without_the_package_of_safetensors_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.safetensors").write_bytes(bytes(8) + b"{}")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="safetensors"):
+        load_checkpoint(nn.Linear(3, 2), tmp_path / "a.safetensors")
 
 
 def test_a_flip_of_any_byte_is_detected_or_does_no_harm(tmp_path: Path) -> None:
