@@ -148,7 +148,7 @@ class Checkpointer:
             ValueError: if the run is new, and another one is in the store.
             OSError: if the folder cannot be made, or the store fails.
         """
-        storable(states_of(self.checkpointables))
+        self.check_states()
         if not (self.save_to_disk and self.save_dir):
             return
         os.makedirs(self.save_dir, exist_ok=True)
@@ -162,6 +162,10 @@ class Checkpointer:
             )
         if self._store:
             self._store.begin(is_new=is_new)
+
+    def check_states(self) -> None:
+        """Raise a TypeError if :meth:`save` would refuse a state."""
+        storable(states_of({"model": self.model, **self.checkpointables}))
 
     def content(self, extra: State) -> State:
         """The content of a checkpoint, which a subclass may change.

@@ -205,6 +205,21 @@ def find_best(save_dir: AnyPath, name: str) -> str:
     return max(paths, key=os.path.getmtime, default="")
 
 
+def archive_best(save_dir: AnyPath, name: str) -> None:
+    """Rename the best model of an earlier run to ``<name>.pth.1``, or the next free number.
+
+    The process that writes calls it before a new run does.
+
+    Raises:
+        RuntimeError: if another run is using the folder.
+    """
+    for each in {name, f"{name}.pth"}.intersection(checkpoint_names(save_dir)):
+        lock_folder(save_dir)
+        path = Path(save_dir, each)
+        aside = path.rename(first_free(path))
+        logger.warning("A new run renames the best model of an earlier one: %s", aside)
+
+
 def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
     """Rename the folder of an earlier run to ``<name>.1``, or the next free number.
 

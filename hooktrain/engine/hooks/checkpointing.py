@@ -103,7 +103,10 @@ class PeriodicCheckpointer(HookBase):
         publish(self.checkpointer.save_dir, "config.json")
 
     def after_step(self) -> None:
-        """Call :meth:`step`."""
+        """Call :meth:`step`; see after the first iteration whether all states can be saved."""
+        if self.trainer.iter == self.trainer.start_iter:
+            # An optimizer has a state now. Host-device synchronisation.
+            self.checkpointer.check_states()
         self.step(self.trainer.iter)
 
     def step(self, iteration: int, **extra: Any) -> None:

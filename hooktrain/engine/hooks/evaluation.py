@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.checkpoint.resume import delete_after_verifying, find_best
+from hooktrain.checkpoint.resume import archive_best, delete_after_verifying, find_best
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
@@ -288,11 +288,18 @@ class BestCheckpointer(HookBase):
         self.best_iter: int | None = None
 
     def before_train(self) -> None:
-        """Learn from the file of a resumed run which value has to be exceeded."""
+        """Learn from the file of a resumed run which value has to be exceeded.
+
+        A new run puts the best model of an earlier one aside.
+        """
         tell_without_evaluation(self, self._val_metric)
         self._check_average()
         if self.trainer.start_iter > 0:
             self._follow_file()
+            return
+        self.best_metric = self.best_iter = None
+        if self._checkpointer.save_to_disk:
+            archive_best(self._checkpointer.save_dir, self._file_prefix)
 
     def _check_average(self) -> None:
         """Refuse an average that nothing updates, and raw weights by the metric of an average."""

@@ -232,6 +232,56 @@ def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(
     assert steps == []
 
 
+class Keeps(torch.optim.SGD):
+    """An optimizer with a state that no file can hold, once it has one."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["losses"] = deque([1.0])
+
+
+class BecomesUnstorable(WithState):
+    def after_step(self) -> None:
+        self.state = deque()
+
+
+class Extra(LinearLoss):
+    """A model whose extra state comes with the first batch."""
+
+    seen: Any = None
+
+    def forward(self, batch: Any) -> Any:
+        self.seen = deque()
+        return super().forward(batch)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("optimizer", "optimizer"), ("hook", "Becomes"), ("model", "_extra_state")],
+)
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_state_that_cannot_be_saved_ends_the_run_after_its_first_iteration(
+    kind: str, key: str, start: int, tmp_path: Path
+) -> None:
+    model = Extra() if kind == "model" else LinearLoss()
+    optimizer = Keeps if kind == "optimizer" else torch.optim.SGD
+    trainer = SimpleTrainer(model, batches(9), optimizer(model.parameters(), lr=0.1))
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    if kind == "hook":
+        trainer.register_hooks([BecomesUnstorable(0)])
+    trainer.register_hooks([PeriodicCheckpointer(saver, 500)])
+    with pytest.raises(TypeError, match=f"cannot save .*{key}.* of type .*deque"):
+        trainer.train(start, 1000)
+    assert trainer.iter == start
+
+
 def test_a_hook_with_state_is_saved_with_its_iteration_wherever_it_is_registered(
     tmp_path: Path,
 ) -> None:

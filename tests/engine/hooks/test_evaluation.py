@@ -336,7 +336,7 @@ def best_of(
 
 
 def saved_iteration(folder: Path) -> int:
-    path = next(folder.glob("model_best*"))
+    path = next(p for p in folder.glob("model_best*") if p.suffix != ".1")
     file = read_checkpoint(str(path))
     assert file["trainer"]["iteration"] == file["iteration"]
     return int(file["iteration"])
@@ -370,14 +370,43 @@ def test_values_that_are_not_finite_are_never_the_best(
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(("is_resumed", "kept"), [(True, 0.5), (False, 0.25)])
-def test_a_resumed_run_keeps_a_better_model(
-    is_resumed: bool, kept: float, sharded: bool, tmp_path: Path
+def test_a_resumed_run_keeps_a_better_model_and_a_new_one_puts_it_aside(
+    is_resumed: bool,
+    kept: float,
+    sharded: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, first = best_of(tmp_path, [0.5, 0.5], sharded=sharded)
     state = first.state_dict() if is_resumed else None
     best_of(tmp_path, [0.25, 0.125, 0.25], state=state, sharded=sharded)
-    file = read_checkpoint(str(next(tmp_path.glob("model_best*"))))
+    path = tmp_path / ("model_best" if sharded else "model_best.pth")
+    file = read_checkpoint(str(path))
     assert file["best"] == {"metric": "acc", "best_metric": kept, "best_iter": 0}
+    aside = path.with_name(f"{path.name}.1")
+    assert aside.exists() == (not is_resumed)
+    if aside.exists():
+        assert read_checkpoint(str(aside))["best"]["best_metric"] == 0.5
+        assert str(aside) in caplog.text
+
+
+def test_a_new_run_that_is_preempted_goes_on_with_its_own_best_model(
+    tmp_path: Path,
+) -> None:
+    best_of(tmp_path, [0.5])  # of an earlier run
+    _, first = best_of(tmp_path, [0.125])
+    (tmp_path / "model_best.pth").unlink()  # killed before its first best model
+    second, _ = best_of(tmp_path, [0.25, 0.125], first.state_dict())
+    assert second.best_metric == 0.25
+    assert saved_iteration(tmp_path) == 1
+
+
+def test_a_trainer_that_begins_anew_forgets_its_best_value(tmp_path: Path) -> None:
+    hook, trainer = best_of(tmp_path, [0.5])
+    trainer.train(0, 1)
+    assert (tmp_path / "model_best.pth.1").exists()
+    assert (tmp_path / "model_best.pth").exists()
+    assert hook.best_metric == 0.5
 
 
 @pytest.mark.parametrize("sharded", [True, False])
