@@ -184,6 +184,7 @@ def test_a_final_checkpoint_without_a_number_comes_back(
     first.finish()
     assert caplog.text.count("model_final.pth is in the store") == 1
     assert resumed(tmp_path / "b", memory) == 19
+    assert (tmp_path / "b" / ".last_iteration").read_text() == "19"
     # The folder knows its iteration: it goes into another store, without a save.
     second = machine(tmp_path / "b", MEMORY + "-2")
     second.begin_run()
@@ -912,8 +913,19 @@ def test_each_rank_puts_its_share_and_the_main_process_what_is_missing(
         assert alone.resume_or_load("")["iteration"] == 9
 
 
+def sharded_run(folder: Path, address: str, *iterations: int) -> Checkpointer:
+    """Save folders of shards of a model in one process, whose weights are the iterations."""
+    model = make_model()
+    saver = Checkpointer(model, folder, store=address, sharded=True)
+    for iteration in iterations:
+        nn.init.constant_(model.norm.weight, iteration)
+        saver.save(f"model_{iteration:07d}", iteration=iteration)
+        saver.finish()
+    return saver
+
+
 def get_by_each(folder: Path, address: str) -> tuple[str, list[str], float]:
-    """The error of a fetch that fails on rank 1; what each rank fetches then, and its weight."""
+    """The error of a fetch that fails on rank 1; what each rank fetches then, and the weight."""
     names: list[str] = []
     get = LocalFileSystem.get_file
     refuses = True
@@ -944,13 +956,9 @@ def test_each_rank_fetches_its_share_and_an_error_of_one_reaches_all(
     tmp_path: Path,
 ) -> None:
     address = f"file://{tmp_path}/store"
-    model = make_model()
-    nn.init.constant_(model.norm.weight, 9)
-    first = Checkpointer(model, tmp_path / "a", store=address, sharded=True)
+    first = sharded_run(tmp_path / "a", address, 9)
     first.run_files = lambda: [tmp_path / "a" / "metrics.json"]
-    (tmp_path / "a").mkdir()
     (tmp_path / "a" / "metrics.json").write_text("{}")
-    first.save("model_0000009", iteration=9)
     first.finish()
     main, other = run_ranks(get_by_each, 2, tmp_path / "b", address)
     of_main = [".metadata", "manifest.pth"]
@@ -961,6 +969,26 @@ def test_each_rank_fetches_its_share_and_an_error_of_one_reaches_all(
     assert main == ("denied", ["metrics.json", *of_main], 9.0)
     assert other[:2] == ("denied", of_other)
     assert (tmp_path / "b" / "metrics.json").read_text() == "{}"
+
+
+def pass_over(folder: Path, address: str) -> int:
+    checkpointer = Checkpointer(make_sharded(), folder, store=address)
+    return int(checkpointer.resume_or_load("")["iteration"])
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "state.pth"])
+def test_of_a_folder_that_one_rank_finds_to_be_altered_nothing_is_left(
+    file: str, tmp_path: Path
+) -> None:
+    address = f"file://{tmp_path}/store"
+    sharded_run(tmp_path / "a", address, 9, 19)
+    system, _ = fsspec.url_to_fs(address)
+    name = f"model_0000019.{file}"
+    content = bytearray(system.cat_file(stored(address)[name]))
+    content[len(content) // 2] ^= 1
+    change(address, name, bytes(content))
+    assert run_ranks(pass_over, 2, tmp_path / "b", address) == [9, 9]
+    assert not (tmp_path / "b" / "model_0000019").exists()
 
 
 @pytest.fixture
