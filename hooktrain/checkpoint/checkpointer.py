@@ -229,7 +229,7 @@ class Checkpointer:
                 self.tag_last_checkpoint(name)
                 self.saved_iteration = iteration
                 if self._store:
-                    is_offered = self._store.offer(self.run_files)
+                    is_offered = self._store.offer(name, self.run_files)
             if on_saved is not None:
                 on_saved(path)
             return is_offered
@@ -265,7 +265,7 @@ class Checkpointer:
                 save_folder(state, path, self._group)
                 is_offered = on_main_process(finish, self._group)
                 if is_offered and self._store and not comm.is_main_process():
-                    self._store.offer(self.run_files)
+                    self._store.offer(os.path.basename(path), self.run_files)
             else:
                 os.makedirs(self.save_dir, exist_ok=True)
                 write_file(state, path)
@@ -294,7 +294,7 @@ class Checkpointer:
         self.wait()
         if self.save_to_disk and self.save_dir and comm.is_main_process():
             sweep(self.save_dir)
-        if self._store:
+        if self._store and (self.sharded or self.save_to_disk):
             self._store.finish(self.run_files)
         unlock_folder(self.save_dir)
 

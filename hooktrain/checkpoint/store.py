@@ -207,7 +207,7 @@ class Store:
                 missing = self._missing(entry["files"])
                 if missing:
                     raise CorruptCheckpointError(
-                        f"{list(missing)} is missing or cut in {self.address}"
+                        f"{missing} is missing or cut in {self.address}"
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
                 return stack.enter_context(replacing(target))
@@ -230,13 +230,14 @@ class Store:
             on_all_ranks_patiently(verify)
             on_main_process(stack.close)  # the rename
 
-    def offer(self, run_files: RunFiles) -> bool:
-        """Begin to put the newest checkpoint of the folder into the store, in a thread.
+    def offer(self, name: str, run_files: RunFiles) -> bool:
+        """Begin to put a checkpoint into the store, in a thread.
 
         If the one before is still on its way, or has failed, the log says so. The other ranks put
-        their own shards if the main process has begun.
+        their shares if the main process has begun.
 
         Args:
+            name: of the checkpoint in the folder to resume from.
             run_files: the main process calls it in the thread.
 
         Returns:
@@ -249,7 +250,7 @@ class Store:
 
         def upload() -> None:
             try:
-                self._upload(run_files)
+                self._upload(name, run_files)
             except StoreTakenError:
                 raise
             except Exception as error:  # each package raises its own
@@ -270,16 +271,16 @@ class Store:
     def finish(self, run_files: RunFiles) -> None:
         """Put the newest checkpoint into the store, as the folder is at the end of the run.
 
+        Each rank puts its share.
+
         Raises:
             StoreTakenError: if another process goes on with the run.
             Exception: if the store refuses a file.
         """
         self.worker.wait()
-        if self._rank == 0:
-            self._upload(run_files)
+        self._upload(read_pointer(self._folder), run_files)
 
-    def _upload(self, run_files: RunFiles) -> None:
-        name = read_pointer(self._folder)
+    def _upload(self, name: str, run_files: RunFiles) -> None:
         iteration = pointed_iteration(self._folder, name)
         if iteration is None:
             logger.warning("Nothing goes to %s without an iteration", self.address)
@@ -306,10 +307,10 @@ class Store:
             self._put(each["files"])
         # Later ones are of a past from which the run has not gone on.
         older = [each for each in self._entries if 0 <= each["iteration"] < iteration]
-        is_known = newest in self._entries  # and what is beside it may be new
+        is_new = newest not in self._entries  # else only what is beside it may be new
         entries = [*beside, *older[-1:], newest]
         self._write([each for each in entries if each["files"]])
-        if not is_known:
+        if is_new:
             logger.info("%s is in the store %s", name, self.address)
         self._delete_old()
 
@@ -393,7 +394,7 @@ class Store:
     def _write(self, entries: list[Entry]) -> None:
         """Write the next pointer."""
         self._count += 1
-        content = json.dumps(entries, indent=1).encode()
+        content = json.dumps(entries).encode()
         name = f"{self._claim}{self._count:08}.json"
         if self._is_local:
             os.makedirs(self._system.path, exist_ok=True)
@@ -405,7 +406,9 @@ class Store:
 
     def _delete_old(self) -> None:
         """Delete the files of runs there that the last pointer does not name."""
-        needed = set().union(*[each["files"].values() for each in self._entries])
+        # Other ranks may be putting their shares of a newer checkpoint already.
+        entries = [*self._entries, self._entry(read_pointer(self._folder))]
+        needed = set().union(*[each["files"].values() for each in entries])
         try:
             for name in filter(_OF_A_RUN.fullmatch, self._there.keys() - needed):
                 # A process that takes over may be writing a pointer with a later number.
@@ -430,6 +433,6 @@ def _checked(entry: Entry) -> Entry:
     of_entry = [
         _is_inside(path) and f"{path}/".startswith(f"{name}/") for path in files
     ]
-    if not files or not all([*of_entry, *map(_KEY.fullmatch, files.values())]):
+    if not (files and all([*of_entry, *map(_KEY.fullmatch, files.values())])):
         raise ValueError(f"it names {name!r} with {files!r}")
     return {**entry, "iteration": index(entry["iteration"])}

@@ -258,7 +258,7 @@ def test_a_file_beside_a_checkpoint_that_is_not_intact_is_left_out(
     assert not (tmp_path / "b" / "metrics.json").exists()
     assert (tmp_path / "b" / "val" / "metrics.json").exists()
     assert caplog.text.count("LEFT OUT, since it is not intact") == 3
-    assert "['metrics.json'] is missing or cut" in caplog.text
+    assert "-metrics.json'} is missing or cut" in caplog.text
 
 
 def test_the_newest_that_is_intact_counts_wherever_it_is(
@@ -911,6 +911,45 @@ def test_each_rank_puts_its_share_and_the_main_process_what_is_missing(
         assert looks[-1] != refuses
         alone = Checkpointer(make_model(), folder / "b", store=address)
         assert alone.resume_or_load("")["iteration"] == 9
+
+
+def put_late(folder: Path, address: str) -> list[str]:
+    """Save shards again and again while rank 1 puts its share late; the files that it puts."""
+    names: list[str] = []
+    put, pointed = LocalFileSystem.put_file, store_module.pointed_iteration
+    saved = folder.parent / "saved"
+
+    def recorded(system: Any, path: str, target: str) -> None:
+        names.append(Path(target).name.split("-", 2)[-1])
+        put(system, path, target)
+
+    def late(*args: Any) -> Any:
+        wait_until(saved.exists)
+        return pointed(*args)
+
+    LocalFileSystem.put_file = recorded
+    store_module._PATIENCE = 30 if comm.get_rank() == 0 else 0
+    checkpointer = Checkpointer(make_sharded(), folder, sharded=True, store=address)
+    checkpointer.begin_run(is_new=True)
+    store_module.pointed_iteration = late
+    checkpointer.save("model_0000009", iteration=9)
+    checkpointer.save("model_0000019", iteration=19)  # one is still on its way
+    saved.touch()
+    checkpointer.give_up()  # it waits for the upload
+    comm.on_all_ranks(checkpointer.finish)
+    return names
+
+
+def test_a_rank_puts_its_share_of_the_checkpoint_that_the_main_process_puts(
+    tmp_path: Path,
+) -> None:
+    main, other = run_ranks(put_late, 2, tmp_path / "a", f"file://{tmp_path}/store")
+    for names, share in zip((main, other), SHARES, strict=True):
+        assert names == [
+            f"{name}.{file}"
+            for name in ("model_0000009", "model_0000019")
+            for file in share
+        ]
 
 
 def sharded_run(folder: Path, address: str, *iterations: int) -> Checkpointer:
