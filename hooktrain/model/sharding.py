@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import is_sharded, local_tensor, shard_like
+from hooktrain.utils.tensors import local_tensor, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -110,23 +110,6 @@ def shard_model(
             local = local_tensor(tensor.detach())
             dist.broadcast(local, group=mesh.get_group(0), group_src=0)
     return model
-
-
-def check_parallelized(model: nn.Module) -> None:
-    """Reject rows that tensor parallelism has not divided evenly, before the model is sharded.
-
-    Raises:
-        ValueError: for such rows, since torch does not know where the shards of shards are.
-    """
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if is_sharded(parameter) and parameter.placements[0].is_shard(0):
-            ranks = parameter.device_mesh.size()
-            if len(parameter) % ranks:
-                raise ValueError(
-                    f"the {len(parameter)} rows of {name} cannot be divided by {ranks} ranks: "
-                    "pad them, or divide its columns"
-                )
 
 
 def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:

@@ -152,8 +152,6 @@ class FSDPStrategy(BaseStrategy):
             model = self.place_model(model)
         if self.parallelize is not None:
             model = self.parallelize(model, self.mesh) or model
-        if not isinstance(model, FSDPModule):
-            sharding.check_parallelized(model)
         return sharding.shard_model(
             model, mesh=self._data_mesh(), values=values, **self.sharding
         )

@@ -105,14 +105,20 @@ def _own() -> Any:
 
 def _refused() -> None:
     cases: list[Any] = [
-        ("{'replicate': 3}", Mean(), {"replicate": 3}, None),
-        ("{'pipeline': 2}", Mean(), {"pipeline": 2}, None),
-        (r"fc\.weight", Mean(), {"tensor": 2}, divide_rows),
+        ("{'replicate': 3}", {"replicate": 3}),
+        ("{'pipeline': 2}", {"pipeline": 2}),
     ]
-    for message, model, mesh, parallelize in cases:
-        strategy = FSDPStrategy(device="cpu", mesh=mesh, parallelize=parallelize)
+    for message, mesh in cases:
+        strategy = FSDPStrategy(device="cpu", mesh=mesh)
         with pytest.raises(ValueError, match=message):
-            strategy.prepare(model)
+            strategy.prepare(Mean())
+
+
+def _uneven() -> tuple[int, Tensor]:
+    options: Any = {"mesh": {"tensor": 2}, "parallelize": divide_rows}
+    strategy = FSDPStrategy(device="cpu", seed=3, deferred_init=True, **options)
+    weight = strategy.prepare(Mean).get_parameter("fc.weight")
+    return len(local_tensor(weight)), full_tensor(weight)
 
 
 def _on_two_ranks() -> dict[str, Any]:
@@ -125,6 +131,7 @@ def _on_two_ranks() -> dict[str, Any]:
         "replicated": _replicated(),
         "own": _own(),
         "refused": _refused(),
+        "uneven": _uneven(),
     }
 
 
@@ -177,6 +184,14 @@ def test_a_function_may_shard_the_model_itself_before_it_has_weights(
     units, weight = two[0]["own"]
     assert units == [""]
     assert torch.equal(weight, two[0]["deferred"])
+
+
+def test_rows_need_not_be_a_multiple_of_the_ranks(two: list[dict[str, Any]]) -> None:
+    torch.manual_seed(3)
+    expected = Mean().fc.weight
+    assert [rank["uneven"][0] for rank in two] == [2, 1]
+    for rank in two:
+        assert torch.equal(rank["uneven"][1], expected)
 
 
 def test_what_does_not_fit_is_refused_before_it_is_sharded(
