@@ -260,12 +260,10 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
     choice is logged.
     """
     if isinstance(batch, Mapping) and isinstance(model, nn.Module):
-        if model not in _by_keywords:
-            bare = unwrap_model(model)
-            if bare not in _by_keywords:
-                _by_keywords[bare] = _takes_keywords(bare, batch)
-            _by_keywords[model] = _by_keywords[bare]
-        if _by_keywords[model]:
+        bare = unwrap_model(model)
+        if bare not in _by_keywords:
+            _by_keywords[bare] = _takes_keywords(bare, batch)
+        if _by_keywords[bare]:
             return model(**batch)
     return model(batch)
 
