@@ -1,6 +1,7 @@
 """Checks before the first step of a run, and after its first period."""
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -97,6 +98,16 @@ def warn_of_lost_calls(trainer: Any) -> None:
             "Gradients add up over all iterations: run_step must call "
             "self.optim_wrapper.zero_grad()"
         )
+
+
+def without_masks(model: nn.Module, broken: set[str]) -> set[str]:
+    """The names of :func:`non_finite` without buffers of -inf, such as a mask, and their copies."""
+    masks = tuple(
+        f".{name} is inf"
+        for name, buffer in unwrap_model(model).named_buffers()
+        if (buffer == -math.inf).any() and buffer.max() < math.inf  # synchronises
+    )
+    return {name for name in broken if not f".{name}".endswith(masks)}
 
 
 def log_size(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from hooktrain.engine.preflight import (
     set_modes,
     trainable,
     warn_of_lost_calls,
+    without_masks,
 )
 from hooktrain.engine.train_loop import TrainerBase
 from hooktrain.model import init_weights_once
@@ -256,7 +257,8 @@ class ModelTrainer(TrainerBase):
             "hooks": hook_states(self._hooks),
         }
         # Host-device synchronisation: one number for all tensors.
-        return non_finite(saved) - self._not_finite_before
+        broken = non_finite(saved) - self._not_finite_before
+        return without_masks(self.model, broken) if broken else broken
 
     def _refuse(self, broken: set[str]) -> None:
         if broken:

@@ -178,10 +178,10 @@ def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
 
     if isinstance(options, MixedPrecisionPolicy):
         return options
-    typed: dict[str, Any] = dict(options or {})
-    for name, value in typed.items():
-        if isinstance(value, str):
-            typed[name] = getattr(torch, value)
+    typed: dict[str, Any] = {
+        name: getattr(torch, value) if isinstance(value, str) else value
+        for name, value in (options or {}).items()
+    }
     return MixedPrecisionPolicy(**typed)
 
 

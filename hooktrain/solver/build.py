@@ -60,7 +60,7 @@ def scale_lr(optim_wrapper: Wrappers, batch: float, base_batch: float | None) ->
 
     Raises:
         ValueError: if one of the two is not known, or not above 0.
-        RuntimeError: if a scheduler has noted a rate already. Nothing is changed then.
+        RuntimeError: if a scheduler has noted a rate already.
     """
     if not base_batch or batch <= 0 or base_batch < 0:
         raise ValueError(
@@ -69,12 +69,11 @@ def scale_lr(optim_wrapper: Wrappers, batch: float, base_batch: float | None) ->
         )
     ratio = batch / base_batch
     logger.info("The batch is %g times as large: so are learning rates", ratio)
-    wrappers = wrappers_by_name(optim_wrapper).values()
-    groups = [group for wrapper in wrappers for group in wrapper.param_groups]
-    if any("initial_lr" in group for group in groups):
-        raise RuntimeError(
-            "a scheduler has noted the learning rates before they were scaled: build "
-            "schedulers afterwards"
-        )
-    for group in groups:
-        group["lr"] = group["lr"] * ratio
+    for wrapper in wrappers_by_name(optim_wrapper).values():
+        for group in wrapper.param_groups:
+            if "initial_lr" in group:
+                raise RuntimeError(
+                    "a scheduler has noted the learning rates before they were scaled: build "
+                    "schedulers afterwards"
+                )
+            group["lr"] = group["lr"] * ratio

@@ -102,12 +102,6 @@ class OptimWrapper:
         self._model = nn.Module()  # it names no parameters
         self._configured: list[ParamGroup] = []
 
-    def __repr__(self) -> str:
-        counts = self.accumulative_counts
-        return (
-            f"{type(self).__name__}({self.optimizer!r}, accumulative_counts={counts})"
-        )
-
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The parameter groups of the optimizer."""
@@ -278,9 +272,8 @@ class OptimWrapper:
         if kwargs or method is not _ZERO_GRAD:
             self.optimizer.zero_grad(**kwargs)
             return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def count_skipped_update(self, skipped: Any = 1) -> None:
         """Count and log a skipped update, or what a tensor on a device says: 1 if it is one."""

@@ -176,6 +176,22 @@ def test_what_has_become_infinite_or_nan_is_never_saved(
     assert names(tmp_path) == ["model_0000001.pth"]
 
 
+def test_a_mask_of_minus_infinity_may_come_later(tmp_path: Path) -> None:
+    model = LinearLoss()
+    model.register_buffer("mask", torch.zeros(2))
+    trainer = SimpleTrainer(model, batches(4), torch.optim.SGD(model.parameters()))
+
+    def fill(trainer: Any) -> None:
+        if trainer.iter == 2:
+            model.mask[0] = -math.inf
+
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    saving = PeriodicCheckpointer(saver, period=2)
+    trainer.register_hooks([EMA(model), CallbackHook(before_step=fill), saving])
+    trainer.train(max_iter=6)
+    assert names(tmp_path)[-1] == "model_final.pth"
+
+
 def test_an_average_that_was_poisoned_once_is_never_saved(tmp_path: Path) -> None:
     model = LinearLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
