@@ -137,7 +137,6 @@ def core(folder: str, variant: Variant) -> None:
         "train.eval_period": EVAL_PERIOD,
         "train.log_period": 10,
         "train.ema.enabled": True,
-        "train.watchdog_s": WATCHDOG_SECONDS,
         "dataloader.train.num_workers": variant.workers,
         "optimizer.lr": 0.02,  # at more, some variants learn nothing
         "model.channels": 4,
@@ -152,6 +151,9 @@ def core(folder: str, variant: Variant) -> None:
         options["dataloader.train"] = {"_target_": name, "num_workers": variant.workers}
     else:
         options["dataloader.train.total_batch_size"] = variant.batch_size
+    added: list[dict[str, Any]] = [
+        {"_target_": "hooktrain.engine.hooks.Watchdog", "timeout_s": WATCHDOG_SECONDS}
+    ]
     if variant.stops_early:
         stopping = {
             "_target_": "hooktrain.engine.hooks.EarlyStopping",
@@ -160,8 +162,9 @@ def core(folder: str, variant: Variant) -> None:
             "patience": 1,
             "min_delta": 100.0,  # percent: none is an improvement
         }
-        options["+hooks"] = [stopping]
+        added.append(stopping)
         options["train.eval_period"] = EVAL_PERIOD_OF_EARLY_STOP
+    options["+hooks"] = added
     overrides = [f"{key}={value}" for key, value in options.items()]
     arguments = ["--resume", "--config-file", CONFIG, *overrides]
     train_net.main(train_net.argument_parser().parse_args(arguments))

@@ -220,7 +220,6 @@ def build_hooks(
             *instantiate(cfg.get("writers", [])),
         ],
         log_period=train.log_period,
-        watchdog_s=train.watchdog_s,
     )
     return [*found, ema, *instantiate(cfg.get("hooks", []))]
 

@@ -255,7 +255,6 @@ def default_hooks(
     best_ema: hooks.EMA | None = None,
     writers: Sequence[EventWriter] = (),
     log_period: int | str = 20,
-    watchdog_s: float = 0,
 ) -> list[hooks.HookBase]:
     """Make the usual hooks: time, schedule, evaluate, write, save, and sum up.
 
@@ -276,7 +275,6 @@ def default_hooks(
             weights.
         writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`.
         log_period: the period of the writers.
-        watchdog_s: see :class:`hooktrain.engine.hooks.Watchdog`; 0 adds none.
 
     Raises:
         ValueError: if ``eval_period`` or ``best_metric`` lacks an ``eval_function``.
@@ -303,7 +301,5 @@ def default_hooks(
         ),
         hooks.Preemption(checkpointer),
     ]
-    if watchdog_s > 0:
-        found.append(hooks.Watchdog(watchdog_s))
     found.append(hooks.RunSummary(checkpointer.save_dir))
     return found

@@ -62,7 +62,6 @@ def train_settings() -> dict[str, Any]:
         # Results to check at the end, as [("classification", "accuracy", 99.0, 1.0)].
         expected_results=None,
         log_period=20,
-        watchdog_s=0,  # seconds without progress after which the process ends; 0 waits for ever
     )
 
 

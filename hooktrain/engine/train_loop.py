@@ -15,7 +15,6 @@ from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import EVENTS, HookBase, State
 from hooktrain.engine.hook_list import (
     HookReference,
-    describe,
     hook_states,
     load_hook_states,
     named_hooks,
@@ -510,7 +509,3 @@ class TrainerBase:
             if self._begun is not None:
                 hook.before_train()
                 self._begun.append(hook)
-
-    def describe_hooks(self) -> str:
-        """A line for each hook, in order: its name, its phase, the events that it overrides."""
-        return describe(self._hooks)
