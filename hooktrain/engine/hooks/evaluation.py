@@ -218,7 +218,11 @@ def find_result(
         return results[metric]
     evaluations = [each for each in hooks if isinstance(each, EvalHook)]
     is_known = metric in hook.trainer.storage.results()
-    if evaluations and not is_known and all(each._last() for each in evaluations):
+    if (
+        evaluations
+        and not is_known
+        and all(each._last().get("results") for each in evaluations)
+    ):
         problem = (
             f"no EvalHook gives {metric!r}{did_you_mean(metric, results)}, and no hook of yours "
             "has given it to trainer.after_evaluation so far"
