@@ -90,6 +90,7 @@ class DigitsStream(IterableDataset[Any]):
     def __init__(self) -> None:
         self._digits = DigitsDataset(train=True, transform=RandomShift())
         self._epoch = 0
+        self._place = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order."""
@@ -104,11 +105,21 @@ class DigitsStream(IterableDataset[Any]):
             readers *= worker.num_workers
         generator = torch.Generator().manual_seed(self._epoch)
         order = torch.randperm(STREAM_LENGTH, generator=generator).tolist()
-        for index in order[reader::readers]:
+        for index in order[reader::readers][self._place :]:
+            self._place += 1
             # All ranks resume with the main process's seed of workers, so none of it is used.
             if worker is not None:
                 seed_on_host(index, "digits", self._epoch)
             yield self._digits[index]
+        self._place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """How many samples this reader has read of the epoch."""
+        return {"place": self._place}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue there."""
+        self._place = state_dict["place"]
 
 
 def stream_loader(num_workers: int) -> Any:

@@ -70,9 +70,8 @@ class Batches(Iterator[Any]):
         self.loader = loader
         self._name = name
         self.epoch = 0
-        self._taken = 0  # the batches of this epoch, or since the origin
+        self._taken = 0  # the batches of this epoch
         self._iterator: Iterator[Any] | None = None
-        self._origin: dict[str, Any] | None = None  # see _reads_again
         self._ranks_are_told = False
         if isinstance(loader, TrainLoader):
             # They are counted here, so that no other iterator moves the position.
@@ -82,36 +81,17 @@ class Batches(Iterator[Any]):
         """Start the loader and its workers unless they have started, and return its iterator.
 
         Raises:
-            TypeError: for a data set, or several loaders.
+            TypeError: for a data set, several loaders, or torchdata's loader of a stream without a
+                state.
         """
         if self._iterator is None:
-            if isinstance(self.loader, list | tuple | Mapping):
-                _refuse_loaders(self.loader)
+            _refuse_loaders(self.loader)
             if self.epoch > 0:
                 self._set_epoch()
             self._iterator = start_workers(self.loader)
             if self.epoch == 0 and getattr(self.loader, "num_workers", 0) > 1:
                 self._iterator = _compare_first_two(self._iterator)
-            if self._reads_again and self._origin is None:
-                self._origin = self.loader.state_dict()  # type: ignore[attr-defined]
-            for _ in islice(self._iterator, self._taken):
-                pass
         return self._iterator
-
-    @property
-    def _reads_again(self) -> bool:
-        """Whether the loader finds its place by reading a stream from where it started.
-
-        torchdata's loader does so for a stream without a state, but counts what it has read again
-        twice. So the place is saved as the state that it started from and the batches since then.
-        """
-        dataset = getattr(self.loader, "dataset", None)
-        return (
-            isinstance(self.loader, DataLoader)
-            and isinstance(dataset, IterableDataset)
-            and hasattr(self.loader, "state_dict")
-            and not hasattr(dataset, "state_dict")
-        )
 
     def _set_epoch(self) -> None:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
@@ -132,7 +112,7 @@ class Batches(Iterator[Any]):
             except StopIteration:
                 self.epoch += 1
                 self._taken = 0
-                self._iterator = self._origin = None
+                self._iterator = None
             else:
                 self._taken += 1
                 if isinstance(self.loader, TrainLoader):
@@ -153,12 +133,6 @@ class Batches(Iterator[Any]):
             if not isinstance(self.loader, TrainLoader):
                 self.start()
                 self._warn_of_ranks()
-            if self._reads_again:
-                return {
-                    "epoch": self.epoch,
-                    "loader": self._origin,
-                    "taken": self._taken,
-                }
             return {"epoch": self.epoch, "loader": self.loader.state_dict()}
         # Such a loader will start from the beginning: of the next epoch, if this one is over.
         is_over = self._taken == length_hint(self.loader, -1)
@@ -178,11 +152,9 @@ class Batches(Iterator[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. Warn if the position cannot be restored."""
         self.epoch = int(state_dict.get("epoch", 0))
-        self._taken = int(state_dict.get("taken", 0))
-        self._iterator = self._origin = None
+        self._taken = 0
+        self._iterator = None
         if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
-            if self._reads_again:
-                self._origin = state_dict["loader"]
             self.loader.load_state_dict(state_dict["loader"])
         else:
             logger.warning(STARTS_AGAIN, self._name)
@@ -217,12 +189,26 @@ def warn_of_equal_samples(loader: Iterable[Any]) -> None:
         dataset = getattr(dataset, "dataset", None)
 
 
-def _refuse_loaders(batches: Iterable[Any]) -> None:
-    are_loaders = any(isinstance(each, DataLoader | TrainLoader) for each in batches)
-    if are_loaders or isinstance(batches, Mapping):
+def _refuse_loaders(loader: Iterable[Any]) -> None:
+    """Refuse several loaders, and one that would come back to a wrong place."""
+    items = loader if isinstance(loader, list | tuple) else ()
+    are_loaders = any(isinstance(each, DataLoader | TrainLoader) for each in items)
+    if are_loaders or isinstance(loader, Mapping):
         raise TypeError(
             "give one loader, such as one of a ConcatDataset of all data sets, not "
-            f"several: {batches!r}"
+            f"several: {loader!r}"
+        )
+    dataset = getattr(loader, "dataset", None)
+    is_stream = isinstance(dataset, IterableDataset)
+    if (
+        is_stream
+        and hasattr(loader, "state_dict")
+        and not hasattr(dataset, "state_dict")
+    ):
+        # torchdata would read it again up to its place, and at the second resume too far.
+        raise TypeError(
+            f"{type(loader).__name__} needs a state_dict() and load_state_dict() of "
+            f"{type(dataset).__name__} to continue; docs/guide.md has an example"
         )
 
 

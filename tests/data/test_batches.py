@@ -30,37 +30,46 @@ from hooktrain.checkpoint.files import load_file, save_file
 from hooktrain.data import TrainingSampler, build_train_loader
 from hooktrain.data.batches import Batches, warn_of_equal_samples
 from hooktrain.utils import comm
+from hooktrain.utils.env import seed_on_host
 
 
-class Numbers(IterableDataset[int]):
-    """From 0 to 9, shared by the workers."""
+class Placed(IterableDataset[Any]):
+    """A stream that continues where it was: each reader counts what it has read of the epoch."""
 
-    def __iter__(self) -> Iterator[int]:
+    epoch = 0
+    place = 0
+
+    def order(self) -> list[int]:
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[float]:
         worker = get_worker_info()
-        return iter(range(worker.id, 10, worker.num_workers) if worker else range(10))
+        mine = self.order()
+        if worker is not None:
+            mine = mine[worker.id :: worker.num_workers]
+        for number in mine[self.place :]:
+            self.place += 1
+            yield self.sample(number)
+        self.place = 0
+
+    def sample(self, number: int) -> float:
+        return number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.place = state_dict["place"]
 
 
-def test_another_iterator_of_a_loader_does_not_move_the_position(
-    tmp_path: Path,
-) -> None:
-    def loader() -> Any:
-        return build_train_loader(torch.arange(100.0), total_batch_size=4, seed=3)
+class Numbers(Placed):
+    """From 0 to 9."""
 
-    whole = torch.stack(list(islice(Batches(loader()), 6)))
-    read = loader()
-    batches = Batches(read)
-    for i in range(3):
-        # Before the first batch and between two, as a hook may do.
-        assert torch.equal(next(iter(read)), whole[i])
-        assert torch.equal(next(batches), whole[i])
-        list(islice(read, 5))
-    save_file(batches.state_dict(), tmp_path / "state.pth")
-    resumed = loader()
-    batches = Batches(resumed)
-    batches.load_state_dict(load_file(tmp_path / "state.pth"))
-    assert torch.equal(next(iter(resumed)), whole[3])
-    assert torch.equal(torch.stack(list(islice(batches, 3))), whole[3:])
-    assert batches.state_dict()["loader"]["batches"] == 6
+    def order(self) -> list[int]:
+        return list(range(10))
 
 
 # Inside of an epoch, at its end, and in the second one.
@@ -82,21 +91,19 @@ def test_a_stream_of_torchdata_continues_where_it_was(
         assert before + after == whole
 
 
-class Shuffled(IterableDataset[float]):
-    """From 0 to 11 in an order of the epoch, shared by the workers, which add random fractions."""
+class Shuffled(Placed):
+    """From 0 to 11, in an order of the epoch; workers add random fractions."""
 
-    epoch = 0
+    def order(self) -> list[int]:
+        order: Any = TrainingSampler(12, seed=0).epoch_indices(self.epoch)
+        return order.tolist()  # type: ignore[no-any-return]
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[float]:
-        order = TrainingSampler(12, seed=0).epoch_indices(self.epoch).tolist()
+    def sample(self, number: int) -> float:
         worker = get_worker_info()
         if worker is None:
-            return iter(order)
-        mine = order[worker.id :: worker.num_workers]
-        return (index + float(torch.rand(())) for index in mine)
+            return number
+        seed_on_host(self.place, worker.seed)
+        return number + float(torch.rand(()))
 
 
 def read(batches: Batches, count: int) -> list[float]:
@@ -127,38 +134,19 @@ def test_a_stream_that_resumes_twice_in_any_epoch_gives_each_sample_once(
         assert sorted(samples[:12]) == sorted(samples[12:]) == list(range(12))
 
 
-class Counted(Shuffled):
-    """It continues by a state of its own: how many samples of the epoch were read."""
+class WithoutState(IterableDataset[int]):
+    """All of it for each worker."""
 
-    place = 0
-
-    def __iter__(self) -> Iterator[float]:
-        order = TrainingSampler(12, seed=0).epoch_indices(self.epoch).tolist()
-        return self._rest(order)
-
-    def _rest(self, order: list[float]) -> Iterator[float]:
-        for index in order[self.place :]:
-            self.place += 1
-            yield index
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.place = state_dict["place"]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
 
 
-def test_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch() -> None:
-    def stream() -> Batches:
-        return Batches(StatefulDataLoader(Counted(), 2))
-
-    first, second = stream(), stream()
-    assert sorted(read(first, 6)) == list(range(12))
-    read(first, 1)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    second.state_dict()  # a checkpointer asks for it before the first step
-    assert read(second, 7) == read(first, 7)
+def test_a_stream_without_a_state_is_refused_in_a_loader_that_saves_it() -> None:
+    batches = Batches(StatefulDataLoader(WithoutState(), 2))
+    for use in (batches.start, batches.state_dict):
+        with pytest.raises(TypeError, match=r"state_dict\(\) of WithoutState"):
+            use()
+    assert next(Batches(DataLoader(WithoutState(), 2))).tolist() == [0, 1]
 
 
 def loaders_with_a_position() -> list[Any]:
@@ -205,16 +193,9 @@ def test_a_single_process_saves_its_position_without_a_warning() -> None:
     assert warnings_of_a_start() == []
 
 
-class Undivided(IterableDataset[int]):
-    """All of it for each worker."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-
 @pytest.mark.parametrize(
     ("data", "workers", "count"),
-    [(Undivided(), 2, 1), (Numbers(), 2, 0), ([7] * 10, 1, 0), ([7] * 10, 0, 0)],
+    [(WithoutState(), 2, 1), (Numbers(), 2, 0), ([7] * 10, 1, 0), ([7] * 10, 0, 0)],
 )
 def test_workers_that_read_the_same_are_told_once_how_to_share(
     data: Any, workers: int, count: int, caplog: pytest.LogCaptureFixture
@@ -374,7 +355,8 @@ def test_a_state_without_a_position_is_told(caplog: pytest.LogCaptureFixture) ->
 def test_a_stream_that_begins_anew_is_told_what_would_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stream = Batches(build_train_loader(Numbers(), total_batch_size=2, drop_last=True))
+    loader = build_train_loader(WithoutState(), total_batch_size=2, drop_last=True)
+    stream = Batches(loader)
     assert len(list(islice(stream, 2))) == 2
     stream.load_state_dict(stream.state_dict())
     assert "StatefulDataLoader" in caplog.text
