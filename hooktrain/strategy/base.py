@@ -58,6 +58,8 @@ class BaseStrategy:
         activation_checkpointing: the modules that recompute their activations in the backward
             pass to save memory: classes or their names, such as ``["Block"]``, or a function of
             name and module.
+        ddp: the options of :func:`create_ddp_model` for a :class:`DDPStrategy`, such as
+            ``dict(find_unused_parameters=True)``. ``broadcast_buffers`` is False by default.
         settings: arguments of :class:`Environment`, such as ``seed=0`` or
             ``backend="gloo"``.
 
@@ -86,6 +88,7 @@ class BaseStrategy:
         device: str | torch.device | None = None,
         sync_bn: str | None = None,
         activation_checkpointing: WrapRule = (),
+        ddp: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         # A single process never converts the model, and would not notice a wrong name.
@@ -94,6 +97,7 @@ class BaseStrategy:
         self.environment = Environment(**settings)
         self.sync_bn = sync_bn
         self.activation_checkpointing = activation_checkpointing
+        self.ddp = dict(ddp or {})
         self.launcher = self.environment.launcher or environment.infer_launcher()
         self.seed = self.environment.seed
         self._wanted_device = device

@@ -136,28 +136,19 @@ class DDPStrategy(BaseStrategy):
     A single process does not wrap its model.
 
     Args:
-        ddp: the options of :func:`create_ddp_model`, such as
-            ``dict(find_unused_parameters=True)``. ``broadcast_buffers`` is False by
-            default.
         kwargs: see :class:`BaseStrategy`.
     """
-
-    def __init__(self, *, ddp: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.ddp = {"broadcast_buffers": False, **(ddp or {})}
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Bring the model to its device and wrap it."""
         if is_model_wrapper(model):
             return model
-        return create_ddp_model(super().wrap_model(model), **self.ddp)
+        options = {"broadcast_buffers": False, **self.ddp}
+        return create_ddp_model(super().wrap_model(model), **options)
 
 
 def build_strategy(
-    strategy: str | Mapping[str, Any] = "auto",
-    *,
-    ddp: Mapping[str, Any] | None = None,
-    **defaults: Any,
+    strategy: str | Mapping[str, Any] = "auto", **defaults: Any
 ) -> BaseStrategy:
     """Build a strategy.
 
@@ -170,7 +161,6 @@ def build_strategy(
         strategy: ``"auto"``, which is :class:`SingleDeviceStrategy` for a single process and
             :class:`DDPStrategy` for several; the name of a class of this package, or another
             dotted name; or a ``LazyCall``.
-        ddp: an argument for a :class:`DDPStrategy` only.
         defaults: arguments, which those of a ``LazyCall`` override.
 
     Raises:
@@ -181,15 +171,10 @@ def build_strategy(
         # One configuration then serves any number of processes.
         single = count_processes() == 1
         strategy = "SingleDeviceStrategy" if single else "DDPStrategy"
-    call = {"_target_": strategy} if isinstance(strategy, str) else strategy
-    if not isinstance(call, Mapping) or "_target_" not in call:
+    if isinstance(strategy, str):
+        name = strategy if "." in strategy else f"hooktrain.strategy.{strategy}"
+        strategy = {"_target_": name}
+    if not isinstance(strategy, Mapping) or "_target_" not in strategy:
         raise TypeError(f"strategy must be a name or a LazyCall, but got {strategy!r}")
-    kind = call["_target_"]
-    if isinstance(kind, str):
-        kind = locate(kind if "." in kind else f"hooktrain.strategy.{kind}")
-    if not callable(kind):
-        raise TypeError(f"strategy names no class like DDPStrategy: {strategy!r}")
-    if isinstance(kind, type) and issubclass(kind, DDPStrategy):
-        defaults["ddp"] = ddp
-    built: BaseStrategy = instantiate({**defaults, **call, "_target_": kind})
+    built: BaseStrategy = instantiate({**defaults, **strategy})
     return built

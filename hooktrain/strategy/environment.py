@@ -5,9 +5,7 @@ import gc
 import logging
 import os
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from ctypes import py_object, pythonapi
@@ -107,32 +105,25 @@ def _tasks_by_machine(text: str) -> list[str]:
     return counts
 
 
-def find_address(launcher: Launcher, info: RankInfo) -> tuple[str, int]:
-    """The host and port at which the processes meet.
+def find_address(info: RankInfo) -> tuple[str, int]:
+    """The host and port at which the processes meet: ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    It is ``MASTER_ADDR`` and ``MASTER_PORT`` if these are set. Otherwise it is this machine if the
-    run uses no other one, or SLURM's first node, at port 29500. Two runs on one machine need
-    different ports.
+    If they are not set, they are this machine, if the run uses no other one, and 29500. Two runs on
+    one machine need different ports.
 
     Args:
-        launcher: see :func:`infer_launcher`.
         info: see :func:`get_rank_info`.
 
     Raises:
         ValueError: if the host of rank 0 is unknown.
     """
-    port = int(os.environ.get("MASTER_PORT", "29500"))
-    if "MASTER_ADDR" in os.environ:
-        return os.environ["MASTER_ADDR"], port
-    if info.world_size == info.local_world_size:
-        return "127.0.0.1", port
-    if launcher == "slurm" and shutil.which("scontrol"):
-        command = ["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]]
-        first, *_ = subprocess.check_output(command, text=True, timeout=60).split()
-        return first, port
-    raise ValueError(
-        "set MASTER_ADDR to the address of the machine of rank 0, such as 10.0.0.1"
-    )
+    host = os.environ.get("MASTER_ADDR")
+    if host is None and info.world_size > info.local_world_size:
+        raise ValueError(
+            "set MASTER_ADDR to the address of the machine of rank 0; in a job of SLURM by "
+            "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+        )
+    return host or "127.0.0.1", int(os.environ.get("MASTER_PORT", "29500"))
 
 
 def count_processes(launcher: Launcher | None = None) -> int:
@@ -201,7 +192,7 @@ def join_processes(
     dist.init_process_group(
         backend,
         device_id=bound,
-        store=_store(launcher, info, timeout),
+        store=_store(info, timeout),
         rank=info.rank,
         world_size=info.world_size,
         timeout=timeout,
@@ -246,10 +237,10 @@ def meeting_place(
     return variables, store
 
 
-def _store(launcher: Launcher, info: RankInfo, timeout: timedelta) -> Any:
+def _store(info: RankInfo, timeout: timedelta) -> Any:
     """The store of the process group, without the addresses of dead processes."""
     c10d: Any = dist  # torch's stubs lack these names
-    host, port = find_address(launcher, info)
+    host, port = find_address(info)
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_server = info.rank == 0 and not is_shared
     store = c10d.TCPStore(

@@ -153,7 +153,7 @@ def test_auto_is_data_parallel_for_several_processes(
         monkeypatch.setenv(name, value)
     made = build_strategy("auto", ddp=STATIC)
     assert isinstance(made, DDPStrategy)
-    assert made.ddp == {"broadcast_buffers": False, **STATIC}
+    assert made.ddp == STATIC
 
 
 def test_a_lazy_call_wins_over_the_defaults() -> None:
@@ -162,7 +162,7 @@ def test_a_lazy_call_wins_over_the_defaults() -> None:
     made = build_strategy(config, seed=2, device="cpu", ddp=STATIC)
     assert isinstance(made, DDPStrategy)
     assert made.seed == 1
-    assert made.ddp == {"broadcast_buffers": False}
+    assert made.ddp == {}
     assert config == before
     saved = {"_target_": "hooktrain.strategy.FSDPStrategy", "wrap": ["Block"]}
     assert isinstance(build_strategy(saved, ddp=STATIC), FSDPStrategy)

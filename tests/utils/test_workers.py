@@ -105,7 +105,7 @@ def test_a_run_saves_after_a_signal_to_all_processes(
 
 
 class Blocked(IterableDataset[bool]):
-    """Whether its worker ignores SIGTERM. torchdata's loader starts workers to ask for its state."""
+    """Whether its worker ignores SIGTERM, started perhaps by torchdata to ask for the state."""
 
     def __iter__(self) -> Iterator[bool]:
         yield signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
