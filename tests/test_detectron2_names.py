@@ -135,7 +135,7 @@ SIGNATURES = {
     "evaluation.DatasetEvaluators": "evaluators",
     "evaluation.flatten_results_dict": "results",
     "evaluation.inference_context": "model",
-    "evaluation.inference_on_dataset": "model, data_loader, evaluator, callbacks=None",
+    "evaluation.inference_on_dataset": "model, data_loader, evaluator",
     "evaluation.print_csv_format": "results",
     "config.LazyCall": "target",
     "config.LazyConfig.apply_overrides": "cfg, overrides",

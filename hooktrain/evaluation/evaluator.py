@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, repeat
 from numbers import Real
 from operator import length_hint
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,6 @@ _SECONDS_BETWEEN_LINES = 5.0
 _END = object()
 # The first parameter of metrics that take the targets first.
 _NAMES_OF_TARGETS = {"target", "targets", "label", "labels", "y_true"}
-
-Callback = Callable[[], object]
-
-
-def _nothing() -> None:
-    pass
-
-
-class _Callbacks(NamedTuple):
-    on_start: Callback = _nothing
-    before_inference: Callback = _nothing
-    after_inference: Callback = _nothing
-    on_end: Callback = _nothing
 
 
 class DatasetEvaluator:
@@ -63,10 +50,8 @@ class DatasetEvaluator:
         now: dict[str, Any] = {}
         for name in vars(self).keys() & names_used(kind.process):
             value = getattr(self, name)
-            if isinstance(value, list | dict | set):
-                now[name] = len(value)
-            elif isinstance(value, Real):
-                now[name] = value
+            if isinstance(value, list | dict | set | Real):
+                now[name] = value if isinstance(value, Real) else len(value)
         first = vars(self).setdefault("_first_amounts", now)
         kept = [name for name in now if now[name] != first.get(name, now[name])]
         if kept:
@@ -221,11 +206,11 @@ def _number_of_samples(outputs: Any, targets: Any) -> int:
     return len(targets)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Any) -> Any:
     """One value in place of those of several batches."""
     first = parts[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(parts))
+        return torch.cat(parts)
     if isinstance(first, Mapping):
         return {key: _joined([part[key] for part in parts]) for key in first}
     if isinstance(first, tuple):
@@ -296,15 +281,15 @@ class DatasetEvaluators(DatasetEvaluator):
         merged: dict[str, Any] = {}
         for evaluator in self._evaluators:
             results = evaluator.evaluate()
-            if results is None and comm.is_main_process():
-                logger.warning(
-                    "%s.evaluate() returned nothing", type(evaluator).__name__
-                )
-            results = {} if results is None else results
+            kind = type(evaluator).__name__
+            if results is None:
+                if comm.is_main_process():
+                    logger.warning("%s.evaluate() returned nothing", kind)
+                continue
             if not isinstance(results, Mapping):
                 raise TypeError(
-                    f"{type(evaluator).__name__}.evaluate() must return a dict of metrics by "
-                    f"name, not {results!r:.300}"
+                    f"{kind}.evaluate() must return a dict of metrics by name, not "
+                    f"{results!r:.300}"
                 )
             twice = merged.keys() & results.keys()
             if twice:
@@ -320,7 +305,7 @@ def inference_on_dataset(
     model: Callable[[Any], Any],
     data_loader: Iterable[Any] | Mapping[str, Iterable[Any]],
     evaluator: Any,
-    callbacks: Mapping[str, Callback] | None = None,
+    *,
     step: str | Callable[[Any, Any], Any] = "test_step",
 ) -> dict[str, Any]:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
@@ -347,8 +332,6 @@ def inference_on_dataset(
         evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it, or
             a list of several of them. None only measures the speed. Several loaders share one, or
             have a dict of evaluators by the same names.
-        callbacks: functions without arguments. ``on_start`` and ``on_end`` are called once,
-            ``before_inference`` and ``after_inference`` around each call of the model.
         step: the method to call instead of the model, if the model has it: ``"val_step"`` during
             training, ``"test_step"`` afterwards. Or a function of the model and a batch, such as
             ``lambda model, batch: model(batch[0])``.
@@ -358,7 +341,7 @@ def inference_on_dataset(
 
     Raises:
         KeyError: if there is no evaluator under the name of a loader.
-        TypeError: if ``data_loader`` is a data set, or if the name of a callback is unknown.
+        TypeError: if ``data_loader`` is a data set.
         ValueError: if the only rank got no batch, or if the loader never ends.
     """
     if isinstance(data_loader, Mapping):
@@ -370,7 +353,7 @@ def inference_on_dataset(
         for name, own in each.items():
             logger.info("Evaluating %s:", name)
             results[name] = inference_on_dataset(
-                model, data_loader[name], own, callbacks, step
+                model, data_loader[name], own, step=step
             )
         return results
     for part in (data_loader, getattr(data_loader, "sampler", None)):
@@ -378,7 +361,6 @@ def inference_on_dataset(
             raise ValueError(
                 f"data_loader never ends; make one by build_test_loader(): {data_loader!r}"
             )
-    call = _Callbacks(**(callbacks or {}))
     if evaluator is None:
         evaluator = []
     if not isinstance(evaluator, Sequence):
@@ -401,10 +383,8 @@ def inference_on_dataset(
     place = comm.get_rank() * comm.data_parallel_size()
     is_first = place % comm.get_world_size() == 0
     with inference_context(module), torch.no_grad():
-        call.on_start()
         for inputs, is_own in _shown(data_loader, module):
             inputs = move(inputs)
-            call.before_inference()
             try:
                 outputs = forward(inputs)
             except TypeError as error:
@@ -413,10 +393,8 @@ def inference_on_dataset(
                     "to call the model in another way, give step=a function of (model, batch)",
                 )
                 raise
-            call.after_inference()
             if is_own and is_first:
                 evaluator.process(inputs, outputs)
-        call.on_end()
         if module.training:
             logger.warning(
                 "Evaluated in training mode: something has called model.train() meanwhile"
@@ -436,24 +414,15 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
     batches: Any = zip(own, repeat(True))
     if computes_together(module):
         batches = in_step(own, compute_device(module))
-    is_watched = show_progress("Evaluating", 0, total)
     try:
         for done, batch in enumerate(batches, 1):
             yield batch
             timer.beat()
-            if is_watched:
-                show_progress("Evaluating", done, total)
+            is_watched = show_progress("Evaluating", done, total)
             now = time.perf_counter()
-            if is_watched or now - last_line < _SECONDS_BETWEEN_LINES:
-                continue
-            last_line = now
-            mean = (now - start) / done
-            of_all = eta = ""
-            if total >= 0:
-                of_all = f"/{total}"
-                left = mean * max(0, total - done)
-                eta = f" ETA={pretty_seconds(left)}"
-            logger.info("Inference done %d%s. %.4f s/iter.%s", done, of_all, mean, eta)
+            if not is_watched and now - last_line >= _SECONDS_BETWEEN_LINES:
+                last_line = now
+                _tell(done, now - start)
     finally:
         hide_progress("Evaluating")
     if done == 0 and comm.get_world_size() == 1:
@@ -462,11 +431,13 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
     if device.type != "cpu":
         # A host-device synchronisation.
         torch.accelerator.synchronize(device)
-    whole = time.perf_counter() - start
-    mean = whole / max(1, done)
-    logger.info(
-        "Evaluated %d batches in %s (%.4f s each)", done, pretty_seconds(whole), mean
-    )
+    _tell(done, time.perf_counter() - start)
+
+
+def _tell(done: int, seconds: float) -> None:
+    taken = pretty_seconds(seconds)
+    mean = seconds / max(1, done)
+    logger.info("Evaluated %d batches in %s (%.4f s each)", done, taken, mean)
 
 
 @contextmanager

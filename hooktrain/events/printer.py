@@ -43,15 +43,13 @@ class CommonMetricPrinter(ScalarWriter):
         """Log the lines."""
         end = storage.max_iter or self.max_iter or 0
         is_running = storage.iter < end
-        if is_running:
-            scalars.setdefault(
-                storage.iter, {}
-            )  # a line without metrics still has the ETA
+        if is_running:  # a line without metrics still has the ETA
+            scalars.setdefault(storage.iter, {})
         for iteration, metrics in scalars.items():
             fields, results = self._fields(storage, metrics)
             head = f"iter: {iteration}"
-            for i in range(0, len(results), 2):  # a line of more would be too long
-                self.logger.info("  ".join([head, *results[i : i + 2]]))
+            for result in results:
+                self.logger.info("%s  %s", head, result)
             line = [head, *fields]
             if is_running and iteration == storage.iter:
                 line = [*self._eta(storage, end), *line, *_memory()]

@@ -72,13 +72,11 @@ class EventStorage:
     Attributes:
         iter: the current iteration.
         max_iter: the iteration that the run ends before; 0 if it is not known.
-        epoch_length: the number of iterations of an epoch, if it is known.
         info: plain values that are saved with the metrics.
         file_sizes: by name, the size of each file of metrics in bytes.
     """
 
     max_iter: int = 0
-    epoch_length: int | None = None
 
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
@@ -350,8 +348,7 @@ class EventStorage:
             return float(value.item())
         # MPS has no doubles.
         dtype = torch.float32 if value.is_mps else torch.float64
-        scalar = value.detach().reshape(())
-        scalar = scalar.to(dtype, copy=True)
+        scalar = value.detach().reshape(()).to(dtype, copy=True)
         self._tensors.append(scalar)
         return scalar
 

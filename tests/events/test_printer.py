@@ -58,16 +58,14 @@ def test_losses_are_shown_first(
     assert log.record_tuples == [("my.project", logging.INFO, f"iter: 3{fields}")]
 
 
-def test_lines_are_as_long_as_a_terminal_shows(log: pytest.LogCaptureFixture) -> None:
+def test_results_have_lines_of_their_own(log: pytest.LogCaptureFixture) -> None:
     with EventStorage(3) as storage:
         storage.put_scalars(total_loss=0.25, loss_cls=0.25, loss_box=0.0)
         names = [f"coco/segmentation/AP-of class_{i}" for i in range(4)]
         storage.put_scalars(**dict.fromkeys(names, 0.25), smoothing_hint=False)
         CommonMetricPrinter(max_iter=9).write()
-    one, two, three, four = (f"{name}: 0.25" for name in names)
     assert log.messages == [
-        f"iter: 3  {one}  {two}",
-        f"iter: 3  {three}  {four}",
+        *[f"iter: 3  {name}: 0.25" for name in names],
         "iter: 3  total_loss: 0.25  loss_box: 0",
     ]
 
