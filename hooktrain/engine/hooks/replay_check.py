@@ -2,10 +2,9 @@
 
 import copy
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from statistics import mode
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -33,9 +32,9 @@ _DIFFERS = (
     "weights or buffers differ, then one whose loss does"
 )
 _REPLICAS = (
-    "iteration %d makes no update: the ranks %s should have the same weights, but those of the "
-    "ranks %s are not those of most. Of two ranks either may be wrong. On another machine, go on "
-    "from a checkpoint that is older than the check before this one"
+    "iteration %d makes no update: the weights of the ranks %s are not those of most ranks that "
+    "should have the same. Of two ranks either may be wrong. On another machine, go on from a "
+    "checkpoint that is older than the check before this one"
 )
 
 
@@ -93,8 +92,7 @@ class ReplayCheck(HookBase):
         trainer = self.trainer
         trainer.replay = None
         model = unwrap_model(trainer.model)
-        weights = list(_weights(model))
-        parts = _parts(model, weights)
+        parts = _parts(model)
         taken = [next(batches) for _ in range(trainer.batches_per_step)]
         # Copies, since a model may change its batch, and so may broken memory.
         again, buffers = copy.deepcopy((taken, list(model.buffers())))
@@ -118,8 +116,9 @@ class ReplayCheck(HookBase):
 
         def look() -> tuple[str, tuple[int, int]]:
             text = _difference(first, second)
-            # Then a weight may have changed; else it need not be read once more.
-            return text and (_difference(weights, _weights(model)) or text), parts
+            if text and _parts(model) != parts:
+                text = f"rank {comm.get_rank()}: the sum of the bytes of its weights"
+            return text, parts
 
         texts, everywhere = zip(*comm.on_all_ranks(look), strict=True)
         found = list(filter(None, texts))
@@ -129,37 +128,32 @@ class ReplayCheck(HookBase):
         return losses
 
 
-def _parts(model: nn.Module, weights: Rows) -> tuple[int, int]:
+def _parts(model: nn.Module) -> tuple[int, int]:
     """A number of the parts of the weights that this rank has, and the sum of their bytes."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     has_shards = any(map(is_sharded, model.parameters()))
-    parts, total = [], 0
-    for (name, each), (_, number) in zip(
-        model.named_parameters(), weights, strict=True
-    ):
+    parts, sums = [], []
+    for name, each in model.named_parameters():
         if is_sharded(each) or not (has_shards or name in ignored):
             parts.append((name, local_box(each)))
-            total += int(number)  # host-device synchronisation
+            local = local_tensor(each.detach()).flatten()
+            sums.append(local.view(torch.uint8).sum())
+    total = int(sum(sums))  # host-device synchronisation
     return crc32(repr(parts).encode()), total
 
 
-def _compare_ranks(iteration: int, everywhere: Iterable[tuple[int, int]]) -> None:
+def _compare_ranks(iteration: int, everywhere: Sequence[tuple[int, int]]) -> None:
     """Name ranks whose sum is not that of most ranks with the same parts."""
-    sums: dict[int, dict[int, int]] = defaultdict(dict)
-    for rank, (parts, total) in enumerate(everywhere):
-        sums[parts][rank] = total
-    for of_ranks in sums.values():
-        usual = mode(of_ranks.values())
-        others = [rank for rank, total in of_ranks.items() if total != usual]
-        if others:
-            raise RuntimeError(_REPLICAS % (iteration, [*of_ranks], others))
-
-
-def _weights(model: nn.Module) -> Rows:
-    """A number for the weights of each parameter on this rank; it takes no memory."""
-    for name, parameter in model.named_parameters():
-        row = local_tensor(parameter.detach()).flatten().view(torch.uint8)
-        yield f"the sum of the bytes of {name}", row.sum(0, keepdim=True)
+    counts = Counter(everywhere)
+    # Of the sums of the same parts the most frequent comes last, and stays.
+    ordered = list(reversed(everywhere))
+    ordered.sort(key=counts.__getitem__)
+    usual = dict(ordered)
+    others = [
+        rank for rank, (parts, total) in enumerate(everywhere) if usual[parts] != total
+    ]
+    if others:
+        raise RuntimeError(_REPLICAS % (iteration, others))
 
 
 def _computed(model: nn.Module, losses: dict[str, Tensor]) -> Rows:
