@@ -17,7 +17,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.names import locate
 
 # Ranks of the last dimensions are adjacent, since they communicate in each layer.
-DIMENSIONS = ("replicate", "shard", "context", "tensor")
+DIMENSIONS = ("replicate", "shard", "tensor")
 
 
 class FSDPStrategy(BaseStrategy):
@@ -31,7 +31,7 @@ class FSDPStrategy(BaseStrategy):
     ``deferred_init``, into that of the first rank's CPU. Build optimizers afterwards.
 
     Beyond data parallelism, ``mesh`` arranges the ranks in several dimensions, and ``parallelize``
-    divides the computation of a batch among the ranks of ``"tensor"`` or ``"context"``. These get
+    divides the computation of a batch among the ranks of ``"tensor"``. These get
     the same batches and seeds, so call :meth:`setup` before you build the loaders.
 
     Args:
@@ -48,8 +48,8 @@ class FSDPStrategy(BaseStrategy):
             theirs when it is sharded.
         saves_shards: whether a checkpoint is a folder to which each rank writes its shards, or one
             file as with other strategies. Both can be loaded in either case.
-        mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"``, ``"context"`` and
-            ``"tensor"``. By default ``"shard"`` has all ranks that remain.
+        mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"`` and ``"tensor"``.
+            By default ``"shard"`` has all ranks that remain.
             ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
         parallelize: a function of the model and the mesh, or its dotted name, called before the
             model is sharded. It changes the model, or returns another, by torch's
@@ -152,16 +152,6 @@ class FSDPStrategy(BaseStrategy):
             model = self.place_model(model)
         if self.parallelize is not None:
             model = self.parallelize(model, self.mesh) or model
-        return sharding.shard_model(
-            model, mesh=self._data_mesh(), values=values, **self.sharding
-        )
-
-    def _data_mesh(self) -> DeviceMesh:
-        """The dimensions over which gradients are averaged and parameters sharded."""
         names = self.mesh.mesh_dim_names or ()
-        data = names[: names.index("shard") + 1]
-        if "context" not in names:
-            return self.mesh[data]
-        # torch has no public names for these methods.
-        shard = self.mesh["shard", "context"]._flatten("shard_context")
-        return DeviceMesh._concatenate([*map(self.mesh.__getitem__, data[:-1]), shard])
+        data = self.mesh[names[: names.index("shard") + 1]]
+        return sharding.shard_model(model, mesh=data, values=values, **self.sharding)

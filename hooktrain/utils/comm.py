@@ -47,7 +47,7 @@ def is_main_process() -> bool:
 def set_data_part(rank: int, size: int) -> None:
     """Set the part of the data that this process reads. By default each rank has its own part.
 
-    A strategy calls it if several ranks compute one batch together, as in tensor and context
+    A strategy calls it if several ranks compute one batch together, as in tensor
     parallelism. Ranks with the same part read the same batches and draw the same random numbers.
 
     Args:
