@@ -40,23 +40,13 @@ def main() -> None:
         sys.stdout.write(f"hooktrain {__version__}\n")
     elif name in _SCRIPTS:
         script, *options = _SCRIPTS[name]
-        found = [_shipped(argument) for argument in arguments]
         path = str(_ROOT / "tools" / script)
-        command = [sys.executable, path, *options, *found]
+        command = [sys.executable, path, *options, *arguments]
         os.environ["HOOKTRAIN_COMMAND"] = f"hooktrain {name}"  # for the help
         os.execv(command[0], command)
     else:
         known = ", ".join(_SCRIPTS)
         raise SystemExit(f"hooktrain: unknown command {name!r}; known are {known}")
-
-
-def _shipped(argument: str) -> str:
-    """Return the path of a configuration of the package, unless the path exists here."""
-    if not argument.startswith("configs/"):
-        return argument
-    if Path(argument).exists():
-        return argument
-    return str(_ROOT / argument)
 
 
 if __name__ == "__main__":

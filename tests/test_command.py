@@ -42,12 +42,17 @@ def test_a_script_takes_the_place_of_the_process(
 def test_the_configurations_of_the_package_are_found(
     command: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    call(monkeypatch, "train", "--config-file", "configs/digits_cnn.py")
+    call(monkeypatch, "train")
+    find = runpy.run_path(command[0][1], run_name="shown")["find_config"]
+    name = "configs/digits_cnn.py"
+    assert find(name, "hooktrain train") == str(ROOT / name)
     Path("configs").mkdir()
-    Path("configs", "digits_cnn.py").touch()
-    call(monkeypatch, "train", "--config-file", "configs/digits_cnn.py")
-    shipped = str(ROOT / "configs" / "digits_cnn.py")
-    assert [each[-1] for each in command] == [shipped, "configs/digits_cnn.py"]
+    Path(name).touch()
+    assert find(name, "hooktrain train") == name
+    with pytest.raises(
+        SystemExit, match=r"'configs/digit_cnn.py'; did you .*digits_cnn"
+    ):
+        find("configs/digit_cnn.py", "hooktrain train")
 
 
 def test_the_version_is_printed(

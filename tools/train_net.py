@@ -50,6 +50,10 @@ from hooktrain.utils.names import did_you_mean, dotted
 
 logger = logging.getLogger("hooktrain.train_net")
 
+ROOT = Path(
+    __file__
+).parent.parent  # it has the configurations that come with the package
+
 # The command hooktrain sets it, such as "hooktrain train".
 COMMAND = os.environ.get("HOOKTRAIN_COMMAND")
 
@@ -75,8 +79,7 @@ PARTS = {  # of a configuration, and what they are
 
 def argument_parser() -> argparse.ArgumentParser:
     """The arguments that scripts share, and three of this script."""
-    configs = Path(__file__).parent.parent / "configs"
-    names = sorted(f"  configs/{path.name}\n" for path in configs.glob("*.py"))
+    names = sorted(f"  configs/{path.name}\n" for path in ROOT.glob("configs/*.py"))
     parser = default_argument_parser(EXAMPLES + "".join(names) if COMMAND else None)
     parser.prog = COMMAND or parser.prog
     best = "with --eval-only: evaluate the best model of the run's folder"
@@ -86,6 +89,23 @@ def argument_parser() -> argparse.ArgumentParser:
     show = "print the configuration, and do nothing else"
     parser.add_argument("--print-config", action="store_true", help=show)
     return parser
+
+
+def find_config(name: str, prog: str) -> str:
+    """The path of a configuration: a file, or one of those that come with the package.
+
+    Raises:
+        SystemExit: if there is none; the message begins with ``prog``.
+    """
+    if not name:
+        raise SystemExit(
+            f"{prog}: --config-file is missing, such as configs/digits_cnn.py"
+        )
+    for path in (Path(name), ROOT / name):
+        if path.is_file():
+            return str(path)
+    near = did_you_mean(name, Path(name).parent.glob("*.*"))
+    raise SystemExit(f"{prog}: there is no file {name!r}{near}")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -344,14 +364,7 @@ def extra_hint(error: Exception) -> str:
 if __name__ == "__main__":
     parser = argument_parser()
     args = parser.parse_intermixed_args()
-    if not args.config_file:
-        raise SystemExit(
-            f"{parser.prog}: --config-file is missing, such as configs/digits_cnn.py"
-        )
-    path = Path(args.config_file)
-    if not path.is_file():
-        near = did_you_mean(path, path.parent.glob("*.*"))
-        raise SystemExit(f"{parser.prog}: there is no file {str(path)!r}{near}")
+    args.config_file = find_config(args.config_file, parser.prog)
     try:
         launch(
             main,

@@ -2,7 +2,6 @@
 
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import PurePath
@@ -25,7 +24,7 @@ def to_data(value: Any) -> Any:
 
     Tuples become lists. A class or a function becomes its dotted name under the keys ``_target_``
     and ``type``, which take names, and a call that imports it elsewhere. Partial functions, paths,
-    devices, ranges, enum members, dataclasses, and dicts with other keys than strings become calls
+    devices, ranges, enum members, and dicts with other keys than strings become calls
     that :func:`instantiate` makes.
     """
     if isinstance(value, np.generic):
@@ -39,9 +38,6 @@ def to_data(value: Any) -> Any:
         return _dict_data(value)
     if kind is partial:
         return _call_data(partial, value.func, *value.args, **value.keywords)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value) if field.init]
-        return _call_data(kind, **{name: getattr(value, name) for name in names})
     if isinstance(value, Enum | range | PurePath | torch.device):
         # As for pickle, a function and its arguments make the value.
         reduced: Any = value.__reduce_ex__(2)

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
             return
         name = getattr(self.stream, "name", "the log")
         nowhere = open(os.devnull, "w")  # noqa: SIM115
-        if (
-            self.stream is sys.stdout
-        ):  # for example after "| head"; print() would fail too
+        if self.stream is sys.stdout:  # for example after "| head": print() would fail
             sys.stdout = nowhere
-        else:
-            with suppress(OSError):  # at exit Python would report the error again
-                self.stream.close()
         self.stream = nowhere
         logging.getLogger(record.name).error("Cannot write to %s: %s", name, error)
 

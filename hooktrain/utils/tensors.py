@@ -5,7 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import combinations
 from operator import setitem
 from types import SimpleNamespace
@@ -271,28 +271,9 @@ def to_device(data: Any, device: torch.device) -> Any:
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
         if not callable(getattr(leaf, "to", None)):
             return leaf
-        # A stream cannot hold the memory of a sparse tensor.
-        if getattr(leaf, "layout", None) is torch.strided and device.type == "cuda":
-            return _copy_beside(leaf, device)
         try:
             return leaf.to(device, non_blocking=device.type != "cpu")
         except TypeError:  # not every method `to` takes non_blocking
             return leaf.to(device)
 
     return map_leaves(move, data)
-
-
-# There is one stream for each device, since torch keeps memory for each stream that has copied.
-_copy_stream = cache(lambda device: torch.cuda.Stream(device))
-
-
-def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor in a stream of its own, so that the copy does not wait for computations."""
-    copying = _copy_stream(device)
-    computing = torch.cuda.current_stream(device)
-    with torch.cuda.stream(copying):
-        moved = tensor.to(device, non_blocking=True)
-    computing.wait_stream(copying)
-    # So its memory is not reused before this stream has used it.
-    moved.record_stream(computing)
-    return moved

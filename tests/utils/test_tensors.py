@@ -2,7 +2,6 @@
 
 import math
 from collections import UserDict, defaultdict, deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -128,47 +127,6 @@ def test_objects_that_can_are_moved_without_waiting() -> None:
     assert not quick.waited
     assert quick["ids"].is_meta
     assert picky["ids"].is_meta
-
-
-class Remote(Tensor):
-    """As one on a device, for a machine without one."""
-
-    def to(self, *args: Any, **kwargs: Any) -> "Remote":
-        return self
-
-    def record_stream(self, stream: Any) -> None: ...
-
-
-class OnCuda(nn.Module):
-    def parameters(self, recurse: bool = True) -> Any:
-        yield SimpleNamespace(device=torch.device("cuda", 99))
-
-
-def test_all_copies_to_a_cuda_device_share_a_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, used = [], []
-    computing = SimpleNamespace(wait_stream=used.append)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or 1)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
-    batch = torch.zeros(2).as_subclass(Remote)
-    for _ in range(3):  # such as one training and two evaluations
-        mover_to(OnCuda())([batch, batch])
-    assert made == [torch.device("cuda", 99)]
-    assert used == [1] * 6
-
-
-class RemoteAndSparse(Remote):
-    layout = torch.sparse_coo
-
-    def record_stream(self, stream: Any) -> None:
-        raise NotImplementedError  # as torch does
-
-
-def test_a_sparse_batch_moves_to_a_cuda_device_without_a_stream_of_its_own() -> None:
-    batch = torch.zeros(2).as_subclass(RemoteAndSparse)
-    assert mover_to(OnCuda())([batch])[0] is batch
 
 
 def test_an_offloaded_model_computes_on_the_device_of_its_mesh() -> None:
