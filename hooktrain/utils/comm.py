@@ -231,11 +231,8 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
     Returns:
         Its result, on every rank.
     """
-
-    def on_rank_0() -> Any:
-        return function() if is_main_process() else None
-
-    result: T = on_all_ranks(on_rank_0, group)[0]
+    own: Any = function if is_main_process() else lambda: None
+    result: T = on_all_ranks(own, group)[0]
     return result
 
 

@@ -1,13 +1,10 @@
 """Python objects by name: near misses, dotted names, and calls; checks of arguments."""
 
 import difflib
-import importlib
 import inspect
 import logging
-import pkgutil
-import sys
+import pydoc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from numbers import Real
 from typing import Any, TypeVar
@@ -113,35 +110,25 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
 def locate(name: str) -> Any:
     """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
 
-    If a package has an attribute and a module of the same name, the attribute wins, as in an
-    import.
+    If a package has an attribute and a module of the same name, the name is the attribute's.
 
     Raises:
-        ImportError: if there is no such object. The message suggests the most similar name. An
-            import that fails inside an existing module raises its own error.
+        ImportError: if there is no such object. The message suggests the most similar name.
+        Exception: the error of a module that fails while it is imported.
     """
-    outer, _, last = name.rpartition(".")
-    if not outer:
-        return importlib.import_module(name)
-    package = locate(outer)
-    # The module differs from the attribute if the attribute hides a module of the same name.
-    for holder in (package, sys.modules.get(outer)):
-        if hasattr(holder, last):
-            return getattr(holder, last)
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not name.startswith(str(error.name)):  # an import inside the module failed
-            raise
-        public = [each for each in dir(package) if not each.startswith("_")]
-        hint = did_you_mean(last, public)
-        raise ImportError(
-            f"cannot locate {name!r}: {outer!r} has no {last!r}{hint}"
-        ) from None
+        found = pydoc.locate(name)
+    except pydoc.ErrorDuringImport as error:
+        raise error.value from None  # type: ignore[misc, unused-ignore]
+    if found is None:
+        outer, _, last = name.rpartition(".")
+        names = [each for each in dir(pydoc.locate(outer)) if each[0] != "_"]
+        raise ImportError(f"cannot locate {name!r}{did_you_mean(last, names)}")
+    return found
 
 
 def importable_name(obj: Any) -> tuple[str, str]:
-    """The shortest ``(module, name)`` for which ``from module import name`` gives ``obj``.
+    """The shortest ``(module, name)`` at whose dotted name :func:`locate` finds ``obj``.
 
     ``name`` is dotted for an object that is defined in a class. A public re-export is preferred:
     ``("torch.optim", "SGD")``, although the class is defined in ``torch.optim.sgd``.
@@ -161,11 +148,10 @@ def importable_name(obj: Any) -> tuple[str, str]:
     name = name.removeprefix("_VariableFunctionsClass.")
     modules = accumulate(home.split("."), "{}.{}".format)
     for module in modules:
-        with suppress(ImportError, AttributeError, ValueError):
-            found = pkgutil.resolve_name(f"{module}:{name}")
-            # Each access to a class method makes a new object, so `is` would be False.
-            if type(found) is type(obj) and found == obj:
-                return module, name
+        found = pydoc.locate(f"{module}.{name}")
+        # Each access to a class method makes a new object, so `is` would be False.
+        if type(found) is type(obj) and found == obj:
+            return module, name
     raise ValueError(
         f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a "
         "class or function that is defined at the top of a module"

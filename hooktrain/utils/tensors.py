@@ -264,8 +264,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     """Move the tensors in nested containers, as :func:`map_leaves` knows them, which are copied.
 
     Other objects with a method ``to`` are moved too, such as the encodings of Hugging Face's
-    tokenizers. A copy from pinned memory never blocks: while CUDA computes on a batch, it copies
-    the next one.
+    tokenizers. The host does not wait for a copy from pinned memory.
     """
 
     def move(_: tuple[Any, ...], leaf: Any) -> Any:
