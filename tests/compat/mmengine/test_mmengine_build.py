@@ -301,7 +301,11 @@ def test_an_optimizer_without_schedulers_of_its_name_is_refused() -> None:
         ({"step_size": 2}, TypeError, "dict with 'type', but got {'step_size': 2}"),
         ([None], TypeError, "but got None"),
         ({"type": "LinaerLR"}, KeyError, "did you mean 'LinearLR'"),
-        ({"type": "StepLR", "step_sise": 2}, TypeError, "unexpected keyword argument 'step_sise'"),
+        (
+            {"type": "StepLR", "step_sise": 2},
+            TypeError,
+            "unexpected keyword argument 'step_sise'",
+        ),
     ],
 )
 def test_what_is_no_configuration_is_refused(
