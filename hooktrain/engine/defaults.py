@@ -301,5 +301,4 @@ def default_hooks(
         ),
         hooks.Preemption(checkpointer),
     ]
-    found.append(hooks.RunSummary(checkpointer.save_dir))
     return found

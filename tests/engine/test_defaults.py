@@ -396,7 +396,6 @@ def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None
         hooks.PeriodicWriter,
         hooks.PeriodicCheckpointer,
         hooks.Preemption,
-        hooks.RunSummary,
     ]
 
 

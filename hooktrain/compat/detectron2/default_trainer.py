@@ -188,13 +188,7 @@ class DefaultTrainer(TrainerBase):
         )
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.cfg = cfg
-        self.register_hooks(
-            [
-                *self.build_hooks(),
-                hooks.Preemption(self.checkpointer),
-                hooks.RunSummary(cfg.OUTPUT_DIR),
-            ]
-        )
+        self.register_hooks([*self.build_hooks(), hooks.Preemption(self.checkpointer)])
 
     def run_step(self) -> None:
         """One iteration, by the ``_trainer``."""

@@ -20,5 +20,4 @@ from hooktrain.engine.hooks.watchdog import Watchdog as Watchdog
 from hooktrain.engine.hooks.writing import (
     IterationTimer as IterationTimer,
     PeriodicWriter as PeriodicWriter,
-    RunSummary as RunSummary,
 )

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -105,32 +106,25 @@ class EvalHook(HookBase):
             self._do_eval()
 
     def _do_eval(self) -> None:
-        numbers: dict[str, float] = {}
-        error: Exception | None = None
         if self.announce is not None:
             self.announce()
         self.trainer.seed_generators(self.trainer.done, "evaluation")
+        outcome: Future[dict[str, float]] = Future()
         with self.trainer.clock.pause("evaluation"):
             try:
-                numbers = self._evaluate()
-            except Exception as raised:
+                outcome.set_result(self._evaluate())
+            except Exception as error:
                 logger.error(
                     "The evaluation failed: the run ends after the other hooks of this iteration"
                 )
-                error = raised
+                outcome.set_exception(error)
             # Ranks need very different times to evaluate. They wait for each other here, so that a
             # stack of a rank that waits shows what it is waiting for.
-            is_met = _wait_for_all_ranks(_PATIENCE_SECONDS if error else None)
-        if error is not None and not is_met:
-            raise error
-
-        def outcome() -> dict[str, float]:
-            if error is not None:
-                raise error
-            return numbers
-
+            has_failed = outcome.exception() is not None
+            if not _wait_for_all_ranks(_PATIENCE_SECONDS if has_failed else None):
+                outcome.result()
         try:
-            results = comm.on_all_ranks(outcome)[0]  # the main process's
+            results = comm.on_all_ranks(outcome.result)[0]  # the main process's
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
@@ -214,15 +208,10 @@ def find_result(
     hooks have seen the iteration.
     """
     hooks = hook.trainer.hooks
-    if metric in results:
-        return results[metric]
+    if metric in results or metric in hook.trainer.storage.results():
+        return results.get(metric)
     evaluations = [each for each in hooks if isinstance(each, EvalHook)]
-    is_known = metric in hook.trainer.storage.results()
-    if (
-        evaluations
-        and not is_known
-        and all(each._last().get("results") for each in evaluations)
-    ):
+    if evaluations and all(each._last().get("results") for each in evaluations):
         problem = (
             f"no EvalHook gives {metric!r}{did_you_mean(metric, results)}, and no hook of yours "
             "has given it to trainer.after_evaluation so far"

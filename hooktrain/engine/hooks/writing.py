@@ -1,4 +1,4 @@
-"""How long the iterations take, when metrics are written, and how the run ended."""
+"""How long the iterations take, and when metrics are written."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,13 +19,11 @@ _NOT_WRITTEN = "%s: NOT WRITTEN %s: %r. It is tried again, also by a resumed run
 class IterationTimer(HookBase):
     """Records the seconds of each iteration as ``time``, and logs at the end where the time went.
 
-    The log has the speed of this run, and the trainer's clock: the seconds in steps, evaluations
-    and saves, also those before the run was killed and resumed. On a terminal it draws a progress
-    bar.
+    The log has the trainer's clock: the seconds in steps, evaluations and saves, also those before
+    the run was killed and resumed. On a terminal the hook draws a progress bar.
 
     Args:
-        warmup_iter: so many slower iterations at the start are not recorded. A resumed run
-            only leaves them out of the speed.
+        warmup_iter: so many slower iterations at the start of a run are not recorded.
     """
 
     phase = "time"
@@ -35,41 +33,33 @@ class IterationTimer(HookBase):
 
     def before_train(self) -> None:
         """Read the clock."""
-        start = self.trainer.start_iter
-        self._timed_from = start + self._warmup_iter
-        self._last = self._warm = self.trainer.clock.own
-        self._is_watched = show_progress("Training", start, self.trainer.max_iter)
+        trainer = self.trainer
+        self._last = trainer.clock.own
+        self._is_watched = show_progress(
+            "Training", trainer.start_iter, trainer.max_iter
+        )
 
     def after_step(self) -> None:
         """Record the time of the step, and move the bar."""
-        own, done = self.trainer.clock.own, self.trainer.done
-        if done > self._warmup_iter:
+        trainer = self.trainer
+        own = trainer.clock.own
+        if trainer.done > self._warmup_iter:
             time = own - self._last
-            self.trainer.storage.put_scalar("time", time, reproducible=False)
+            trainer.storage.put_scalar("time", time, reproducible=False)
         self._last = own
-        if done <= self._timed_from:
-            self._warm = own
-        elif self._is_watched:
-            show_progress("Training", done, self.trainer.max_iter)
+        if self._is_watched:
+            show_progress("Training", trainer.done, trainer.max_iter)
 
     def after_train(self) -> None:
-        """Log the speed, and the parts of the time."""
+        """Log the parts of the time."""
         hide_progress("Training")
-        timed = self.trainer.done - self._timed_from
-        if timed > 0:
-            seconds = self._last - self._warm
-            logger.info(
-                "Overall training speed: %d iterations in %s (%.4f s / it)",
-                timed,
-                pretty_seconds(seconds),
-                seconds / timed,
-            )
         clock = self.trainer.clock
         parts = {"steps": clock.own, **clock.pauses}
         texts = [f"{name} {pretty_seconds(each)}" for name, each in parts.items()]
         logger.info(
-            "Total training time: %s (%s)",
+            "Total training time: %s for %d iterations (%s)",
             pretty_seconds(sum(parts.values())),
+            self.trainer.done,
             ", ".join(texts),
         )
 
@@ -131,25 +121,3 @@ class PeriodicWriter(HookBase):
                 stack.callback(self._call, writer, writer.close)
                 if self.trainer.succeeded:
                     stack.callback(self._call, writer, writer.write)
-
-
-class RunSummary(HookBase):
-    """Logs how long a run was that ended well, and where its files are.
-
-    Args:
-        folder: where they are.
-    """
-
-    phase = "end"
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def after_train(self) -> None:
-        """Log it, after a good end."""
-        if self.trainer.succeeded:
-            logger.info(
-                "Finished after %d iterations. Everything is in %s",
-                self.trainer.max_iter,
-                self._folder,
-            )

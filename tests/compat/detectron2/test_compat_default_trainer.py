@@ -181,13 +181,6 @@ def test_a_signal_saves_after_its_iteration_is_written(
     assert again.start_iter == 1
 
 
-def test_a_run_ends_with_a_summary(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    Trainer(tree(tmp_path)).train()
-    assert caplog.messages[-1].endswith(f"Everything is in {tmp_path}")
-
-
 class Doubled(SimpleTrainer):
     def run_step(self) -> None:
         super().run_step()

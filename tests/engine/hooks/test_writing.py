@@ -27,7 +27,6 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
     Preemption,
-    RunSummary,
     writing,
 )
 from hooktrain.events import (
@@ -59,20 +58,15 @@ def test_times_of_the_steps_are_recorded_after_the_warm_up(
     with caplog.at_level(logging.INFO):
         trainer.train(0, 8)
     assert trainer.storage.history("time").values() == [(2.0, i) for i in range(3, 8)]
-    speed = "Overall training speed: 5 iterations in 0:00:10 (2.0000 s / it)"
-    assert speed in caplog.text
-    assert "Total training time: 0:00:16 (steps 0:00:16)" in caplog.text
+    told = "Total training time: 0:00:16 for 8 iterations (steps 0:00:16)"
+    assert told in caplog.messages
 
 
-def test_a_resumed_run_records_every_time(
-    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_records_every_time(clock: SimpleNamespace) -> None:
     step = CallbackHook(after_backward=take(clock, 2.0))
     trainer = Idle(IterationTimer(warmup_iter=3), step)
-    with caplog.at_level(logging.INFO):
-        trainer.train(10, 15)
+    trainer.train(10, 15)
     assert trainer.storage.history("time").values() == [(2.0, i) for i in range(10, 15)]
-    assert "Overall training speed: 2 iterations in 0:00:04" in caplog.text
 
 
 def test_the_time_of_a_run_that_was_killed_and_resumed_is_told_by_its_parts(
@@ -111,7 +105,7 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_is_told_by_its_parts(
         trainer.train(max_iter=12)
     # Of the saves those of the best and at 8 and 12: no checkpoint has its own.
     parts = "steps 0:00:48, evaluation 0:00:21, save 0:00:09"
-    assert f"Total training time: 0:01:18 ({parts})" in caplog.text
+    assert f"Total training time: 0:01:18 for 12 iterations ({parts})" in caplog.text
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -126,15 +120,14 @@ def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("stop_at", "end", "is_sharded", "best"),
+    ("stop_at", "is_sharded", "best"),
     [
-        (-1, 8, False, "The best accuracy is 9, of iteration 2, in model_best.pth"),
-        (3, 4, True, "The best accuracy is 9, of iteration 2, in model_best"),
+        (-1, False, "The best accuracy is 9, of iteration 2, in model_best.pth"),
+        (3, True, "The best accuracy is 9, of iteration 2, in model_best"),
     ],
 )
-def test_a_run_is_summed_up_at_its_end(
+def test_the_best_model_is_named_at_the_end(
     stop_at: int,
-    end: int,
     is_sharded: bool,
     best: str,
     tmp_path: Path,
@@ -148,18 +141,10 @@ def test_a_run_is_summed_up_at_its_end(
     saver = Checkpointer(nn.Linear(1, 1), tmp_path, sharded=is_sharded)
     evaluate = EvalHook(3, lambda: {"accuracy": 9.0 if trainer.iter == 2 else 1.0})
     best_model = BestCheckpointer(saver, "accuracy", "max")
-    trainer.register_hooks([evaluate, best_model, RunSummary(str(tmp_path))])
+    trainer.register_hooks([evaluate, best_model])
     with caplog.at_level(logging.INFO):
         trainer.train(max_iter=8)
     assert best in caplog.messages
-    told = f"Finished after {end} iterations. Everything is in {tmp_path}"
-    assert caplog.messages[-1] == told
-
-
-def test_a_run_that_fails_is_not_summed_up(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="broken at 2"):
-        Idle(RunSummary("output"), fail_at=2).train(0, 3)
-    assert "output" not in caplog.text
 
 
 class Recorder(EventWriter):
