@@ -106,7 +106,7 @@ def test_defaults_are_for_keys_that_the_configuration_lacks(registry: Registry) 
             "the registry 'things' needs a dict with 'type', got {'kind': 1}",
         ),
         ({"type": "Recoder"}, KeyError, "no 'Recoder' in .* 'things'; .*'Recorder'"),
-        ({"type": "torch.nn.Liner"}, ImportError, "no 'Liner'; .* 'Linear'"),
+        ({"type": "torch.nn.Liner"}, ImportError, "'torch.nn.Liner'.*'Linear'"),
     ],
 )
 def test_a_config_without_a_known_type_is_refused(
@@ -116,16 +116,12 @@ def test_a_config_without_a_known_type_is_refused(
         registry.build(cfg)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [({"width": 1, "dept": 2}, "; did you mean 'depth'?"), ({"depth": 2}, "")],
-)
+@pytest.mark.parametrize("arguments", [{"width": 1, "dept": 2}, {"depth": 2}])
 @pytest.mark.parametrize("kind", ["Strict", "Derived"])
-def test_wrong_arguments_are_noted_with_the_nearest_of_any_base_class(
+def test_of_wrong_arguments_the_note_has_the_keys(
     registry: Registry,
     kind: str,
     arguments: dict[str, int],
-    hint: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry.register(Derived)
@@ -134,4 +130,4 @@ def test_wrong_arguments_are_noted_with_the_nearest_of_any_base_class(
     what = f"{kind} of the registry 'things' with the keys {[*arguments]}"
     # On Python 3.10 errors take no notes, and the log has them.
     notes = getattr(error.value, "__notes__", caplog.messages)
-    assert notes == [f"while instantiating {what}{hint}"]
+    assert notes == [f"while instantiating {what}"]
