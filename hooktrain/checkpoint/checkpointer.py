@@ -31,6 +31,7 @@ from hooktrain.utils.file_io import (
     lock_folder,
     on_disk,
     sweep,
+    sync,
     unlock_folder,
 )
 from hooktrain.utils.names import as_list, did_you_mean, states_of
@@ -259,6 +260,9 @@ class Checkpointer:
     ) -> None:
         """Write a file in this process, or a folder together with all ranks."""
         try:
+            if self.save_to_disk:  # the state says how much of them is written
+                for file in filter(os.path.isfile, self.run_files()):
+                    sync(file)
             if self.sharded:
                 from hooktrain.checkpoint.folders import save_folder
 

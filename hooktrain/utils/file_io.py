@@ -179,7 +179,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
         if target.is_dir() and temporary.is_dir():
             os.rename(target, aside)
         os.replace(temporary, target)
-        sync_folder(target.parent)
+        sync(target.parent)
         with suppress(OSError):
             delete(aside)
     except BaseException as error:
@@ -231,23 +231,23 @@ def first_free(path: Path) -> Path:
     return free
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder to the disk, so that a rename in it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: AnyPath) -> None:
+    """Flush a file to the disk, or a folder, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
-        _warn_of_power_cuts(folder, str(error))
+        _warn_of_power_cuts(str(path), str(error))
     finally:
         os.close(descriptor)
 
 
-@cache  # one warning for each folder
-def _warn_of_power_cuts(folder: Path, reason: str) -> None:
-    message = "%s cannot flush folders (%s): a power cut may lose the last save"
-    logger.warning(message, folder, reason)
+@cache  # one warning for each path
+def _warn_of_power_cuts(path: str, reason: str) -> None:
+    message = "%s cannot be flushed (%s): a power cut may lose the last save"
+    logger.warning(message, path, reason)
 
 
 def is_disk_full(error: BaseException) -> bool:

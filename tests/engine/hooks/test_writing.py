@@ -1,6 +1,7 @@
 import errno
 import logging
 import math
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -447,3 +448,30 @@ def test_an_early_stop_writes_no_row_behind_its_last_one(tmp_path: Path) -> None
     trainer.train(max_iter=20)
     assert trainer.done == 4
     assert [row["iteration"] for row in load_json_metrics(file)] == [1, 3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.json"
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name == str(path):
+            flushed.append("rows")
+            assert len(load_json_metrics(path)) >= 2 * flushed.count("rows")
+        elif "model_" in name:
+            flushed.append("model")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    put = CallbackHook(after_step=lambda t: t.storage.put_scalar("loss", 0.5))
+    trainer = Idle(put, PeriodicWriter([JSONWriter(path)], 1))
+    model = nn.Linear(1, 1)
+    saver = Checkpointer(model, tmp_path, background=background, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(saver, 2)])
+    trainer.train(0, 4)
+    assert flushed == ["rows", "model"] * 2
