@@ -118,7 +118,13 @@ class PeriodicCheckpointer(HookBase):
 
         Raises:
             OSError: if the disk is full at the last save, or fails otherwise at any.
+            RuntimeError: if the hook is not registered with a trainer.
         """
+        if self.trainer is None:
+            raise RuntimeError(
+                "PeriodicCheckpointer is registered with no trainer: a loop of your own calls "
+                "checkpointer.save(name, iteration=iteration)"
+            )
         if self._is_time():
             with self.trainer.clock.pause("save"):
                 self._save(iteration, **extra)

@@ -71,7 +71,6 @@ class LRScheduler(HookBase):
 
     def before_train(self) -> None:
         """Find the optimizers and schedules, and when each schedule steps."""
-        self._storage = self.trainer.storage
         self._recorded: list[Any] = []  # names, and the groups whose rates have them
         self._steps: list[Any] = []  # periods, and the schedules that step then
         self._watched: list[Any] = []  # results, and the functions that get them
@@ -228,8 +227,9 @@ class LRScheduler(HookBase):
             self._last_rates = self._rates()
 
     def _record_rates(self) -> None:
+        storage = self.trainer.storage
         for name, group in self._recorded:
-            self._storage.put_scalar(name, group["lr"], smoothing_hint=False)
+            storage.put_scalar(name, group["lr"], smoothing_hint=False)
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Step what watches a result."""

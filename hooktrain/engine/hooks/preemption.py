@@ -72,10 +72,7 @@ class Preemption(HookBase):
     def before_train(self) -> None:
         """Install the handlers."""
         self.checkpointer.saved_iteration = None  # one of an earlier run does not count
-        # The iterations and the time of the steps at the last exchange.
-        self._exchanged = self.trainer.start_iter
-        self._exchanged_at = self.trainer.clock.agreed
-        self._next_exchange = self._exchanged + 1
+        self._next_exchange = self.trainer.start_iter + 1
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "Signals are ignored: the training does not run in the main thread"
@@ -130,15 +127,12 @@ class Preemption(HookBase):
         if comm.get_world_size() == 1:
             trainer.agreement.signal = trainer.agreement.own_signal
             return
-        done = trainer.done
         if not trainer.ends_period:
-            if done < self._next_exchange:
+            if trainer.done < self._next_exchange:
                 return
             trainer.synchronize()  # host-device synchronisation
-        seconds = (clock.agreed - self._exchanged_at) / (done - self._exchanged)
-        self._exchanged, self._exchanged_at = done, clock.agreed
-        in_time = int(_ASK_SECONDS / max(seconds, 1e-6))
-        self._next_exchange = done + max(in_time, 1)
+        mean = max(clock.agreed / trainer.done, 1e-6)  # seconds of an iteration
+        self._next_exchange = trainer.done + max(int(_ASK_SECONDS / mean), 1)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # This runs between any two instructions of the main thread: no logging, no locks.

@@ -39,8 +39,9 @@ class SkipNonFinite(HookBase):
     :class:`hooktrain.engine.SimpleTrainer`.
 
     Two things still end the run, since skipping an update does not repair them: a loss that is not
-    finite although its gradients are, and a buffer that is no longer finite, such as a batch
-    norm's. If several passes are accumulated, the gradients alone decide.
+    finite although its gradients are, and at the next checkpoint, which is not saved, a buffer that
+    is no longer finite, such as a batch norm's. If several passes are accumulated, the gradients
+    alone decide.
 
     The skips by which a float16 scaler finds its scale count here too.
 
@@ -69,14 +70,10 @@ class SkipNonFinite(HookBase):
         self.recent: deque[float] = deque(maxlen=_WINDOW)
 
     def before_train(self) -> None:
-        """Note the buffers that are not finite on purpose, such as masks."""
+        """Begin to count."""
         if self.trainer.start_iter == 0:
             self.recent.clear()  # the losses of another run
         self._in_a_row = 0
-        self._not_finite_before = self._broken_buffers()
-
-    def _broken_buffers(self) -> set[str]:
-        return non_finite(dict(self.trainer.model.named_buffers()))
 
     def before_step(self) -> None:
         """Tolerate the losses of passes that only accumulate; their update is checked later."""
@@ -117,11 +114,6 @@ class SkipNonFinite(HookBase):
             is_bad = comm.any_rank(is_bad, compute_device(self.trainer.model))
         if not (is_bad or is_spike):
             return
-        broken = sorted(self._broken_buffers() - self._not_finite_before)
-        if broken:
-            raise FloatingPointError(
-                f"buffers of the model are no longer finite: {broken}\n{WHERE_IT_BEGINS}"
-            )
         wrapper.zero_grad(set_to_none=True)
         scaler = getattr(wrapper, "grad_scaler", None)
         # A scaler counts the infinite gradients by itself.

@@ -72,6 +72,12 @@ def test_a_subclass_may_override_step(tmp_path: Path) -> None:
     assert names(tmp_path) == ["odd_1.pth", "odd_3.pth"]
 
 
+def test_a_step_without_a_trainer_says_what_a_loop_of_ones_own_calls() -> None:
+    hook = PeriodicCheckpointer(Checkpointer(LinearLoss()), 2)
+    with pytest.raises(RuntimeError, match=r"checkpointer\.save\(name"):
+        hook.step(1)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_goes_on_when_its_folder_is_gone(
     sharded: bool, options: dict[str, Any], tmp_path: Path

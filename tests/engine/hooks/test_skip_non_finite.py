@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gloo import run_ranks
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.losses import WHERE_IT_BEGINS
@@ -147,14 +148,25 @@ def test_a_run_without_the_hook_tolerates_nothing_that_one_with_it_did() -> None
         trainer.train(0, 4)
 
 
-def test_a_poisoned_buffer_ends_the_run() -> None:
-    with pytest.raises(FloatingPointError, match="running_mean is nan") as caught:
-        run(nn.Sequential(nn.BatchNorm1d(4), LinearLoss()), data({1}))
-    assert WHERE_IT_BEGINS in str(caught.value)
+def test_a_poisoned_buffer_is_not_saved_and_ends_the_run(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), LinearLoss())
+    trainer = SimpleTrainer(model, data({1}), adam(model))
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    trainer.register_hooks(
+        [hooks.SkipNonFinite(), hooks.PeriodicCheckpointer(saver, 4)]
+    )
+    with pytest.raises(FloatingPointError, match="running_mean is nan"):
+        trainer.train(max_iter=8)
+    assert trainer.iter == 3
+    assert not [*tmp_path.glob("*.pth")]
+
+
+def test_a_loss_that_is_not_finite_although_its_gradients_are_ends_the_run() -> None:
     model = LinearLoss()
     model.register_forward_hook(lambda module, _, loss: loss + math.inf)
-    with pytest.raises(FloatingPointError, match="iteration=0"):
+    with pytest.raises(FloatingPointError, match="iteration=0") as caught:
         run(model, data(set()))
+    assert WHERE_IT_BEGINS in str(caught.value)
 
 
 def two_ranks(kind: str, poisoned_rank: int) -> tuple[list[Tensor], int, list[float]]:
