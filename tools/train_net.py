@@ -30,7 +30,7 @@ import torch
 
 import hooktrain
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_model_state
-from hooktrain.checkpoint.resume import find_best
+from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
     HookBase,
@@ -250,12 +250,13 @@ def load_best(checkpointer: Checkpointer) -> None:
 
 def newest_best(folder: str) -> tuple[str, int, int]:
     """The path of the best model, and numbers that change when another one replaces it."""
-    path = find_best(folder, "model_best")
-    if not path:
+    names = {"model_best.pth", "model_best"}.intersection(checkpoint_names(folder))
+    if not names:
         raise FileNotFoundError(
             f"there is no model_best.pth in {folder!r}: a run with an evaluation and "
             "train.best_metric saves it"
         )
+    path = max((os.path.join(folder, name) for name in names), key=os.path.getmtime)
     status = os.stat(path)
     return path, status.st_ino, status.st_mtime_ns
 

@@ -13,7 +13,6 @@ from hooktrain.checkpoint.loading import (
     load_model_state as load_model_state,
     revise_names as revise_names,
 )
-from hooktrain.checkpoint.resume import files_to_delete as files_to_delete
 from hooktrain.checkpoint.sources import (
     local_path as local_path,
     register_scheme as register_scheme,

@@ -485,11 +485,7 @@ class Checkpointer:
         return ""
 
     def tag_last_checkpoint(self, basename: str) -> None:
-        """Make a checkpoint the one to resume from; FileNotFoundError if it is not there."""
-        if basename not in checkpoint_names(self.save_dir):
-            raise FileNotFoundError(
-                f"no {basename!r} in {self.save_dir!r} to resume from"
-            )
+        """Make a checkpoint of ``save_dir`` the one to resume from."""
         write_pointer(self.save_dir, basename)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.file_io import AnyPath, atomic_write
-from hooktrain.utils.tensors import is_sharded, map_leaves
+from hooktrain.utils.tensors import is_sharded
 
 # The files by which a folder of shards is recognised.
 MANIFEST = "manifest.pth"
@@ -85,22 +85,13 @@ def write_file(state: dict[str, Any], path: AnyPath) -> None:
     crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
     with crc, atomic_write(path) as file:
         try:
-            torch.save(map_leaves(_without_rest, state), file)
+            torch.save(state, file)
         except RuntimeError as error:
             # torch fails again as it closes the file.
             first = error.__context__
             if isinstance(first, OSError):
                 raise first from None
             raise
-
-
-def _without_rest(_: tuple[Any, ...], leaf: Any) -> Any:
-    """Copy a view of a larger tensor, of which torch would save the whole memory."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-        return leaf
-    if leaf.untyped_storage().nbytes() <= leaf.nbytes:
-        return leaf
-    return leaf.detach().to("cpu", copy=True)  # host-device synchronisation
 
 
 def verify_file(path: AnyPath) -> None:
@@ -200,7 +191,8 @@ def storable(value: Any, name: str = "") -> Any:
         name: the dotted key of the part, for the message.
 
     Returns:
-        The copy, with the same tensors, and with numbers of numpy as Python's.
+        The copy, with the same tensors but for views of larger ones, which are copied into host
+        memory, and with numbers of numpy as Python's.
 
     Raises:
         TypeError: if something is refused; the message has its dotted key.
@@ -230,7 +222,12 @@ def storable(value: Any, name: str = "") -> Any:
             f"cannot save {name} of type {kind.__module__}.{kind.__qualname__}: "
             "give tensors with data or plain Python types only"
         )
-    return value
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    if value.untyped_storage().nbytes() <= value.nbytes:
+        return value
+    # Of a view torch would save all of the memory. Host-device synchronisation.
+    return value.detach().to("cpu", copy=True)
 
 
 def _is_storable_leaf(value: Any) -> bool:

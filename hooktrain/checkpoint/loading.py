@@ -170,23 +170,22 @@ def _copy_kept(state: State, shards: Mapping[str, Tensor]) -> State:
 
 def with_model(state: Any, path: str, key: str = "") -> State:
     """A file's content, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
-    there = []
-    if isinstance(state, dict):
-        there = [name for name in state if isinstance(state[name], dict)]
-        for name in [key] if key else ["model", "state_dict"]:
-            if name in there:
-                rest = {
-                    each: state[each] for each in state if each not in (name, "model")
-                }
-                return {"model": state[name], **rest}
-        # The extra state of a module may be anything (Module.get_extra_state).
-        names = [name for name in state if not str(name).endswith("_extra_state")]
-        if names and not key and all(torch.is_tensor(state[name]) for name in names):
-            return {"model": state}
+    content = state if isinstance(state, dict) else {}
+    there = [name for name in content if isinstance(content[name], dict)]
+    for name in [key] if key else ["model", "state_dict"]:
+        if name in there:
+            rest = {
+                each: content[each] for each in content if each not in (name, "model")
+            }
+            return {"model": content[name], **rest}
+    # The extra state of a module may be anything (Module.get_extra_state).
+    names = [name for name in content if not str(name).endswith("_extra_state")]
+    if names and not key and all(torch.is_tensor(content[name]) for name in names):
+        return {"model": content}
     raise CorruptCheckpointError(
         f"{path} is not a checkpoint: it has no {key or 'model'!r}, no 'state_dict', and not only "
-        f"tensors, but {reprlib.repr(state)}. If the weights are one of {there}, choose them by "
-        "load_checkpoint(..., key=...)"
+        f"tensors, but {reprlib.repr(state)}. load_checkpoint(..., key=...) takes the weights of "
+        f"another name, if they are one of {there}"
     )
 
 

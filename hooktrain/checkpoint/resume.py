@@ -114,7 +114,7 @@ def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
         yield name
 
 
-def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
+def iteration_in_name(name: str) -> int | None:
     """The number in ``{prefix}_{7 or more digits}`` with or without ``.pth``, or None.
 
     >>> iteration_in_name("model_0000099.pth")
@@ -123,12 +123,9 @@ def iteration_in_name(name: str, prefix: str | None = None) -> int | None:
     True
     """
     match = _OF_A_RUN.fullmatch(name)
-    if match is None or prefix not in (None, match[1]):
+    if match is None or match[2] == "final":
         return None
-    number = match[2]
-    if number == "final":
-        return None
-    return int(number)
+    return int(match[2])
 
 
 def _stored_iteration(path: str) -> int | None:
@@ -158,8 +155,10 @@ def files_to_delete(
     """
     ours = []
     for name in checkpoint_names(save_dir):
-        iteration = iteration_in_name(name, prefix)
-        if iteration is not None and iteration <= newest:
+        iteration = iteration_in_name(name)
+        if iteration is None or name.rpartition("_")[0] != prefix:
+            continue
+        if iteration <= newest:
             ours.append((iteration, name))
     ours.sort()
     pointed = read_pointer(save_dir)
@@ -173,12 +172,11 @@ def delete_after_verifying(newest: str, names: Iterable[str]) -> None:
     A checkpoint that cannot be deleted is logged.
 
     Args:
-        newest: the path of the one just saved, a file or a folder. It is never deleted.
-        names: of the others, in the same folder. Some may be missing.
+        newest: the path of the one just saved, a file or a folder.
+        names: of the others, in the same folder; see :func:`files_to_delete`.
     """
-    folder, kept = os.path.split(newest)
-    old = set(names).intersection(checkpoint_names(folder)) - {kept}
-    if not old:
+    paths = [os.path.join(os.path.dirname(newest), name) for name in names]
+    if not paths:
         return
     try:
         read_checkpoint(newest, "meta")
@@ -187,37 +185,26 @@ def delete_after_verifying(newest: str, names: Iterable[str]) -> None:
             "Keeping all older checkpoints, since the newest is broken: %s", error
         )
         return
-    for name in sorted(old):
+    for path in paths:
         try:
-            delete(os.path.join(folder, name))
+            delete(path)
         except OSError as error:
             logger.warning("Cannot delete the old checkpoint: %s", error)
 
 
-def find_best(save_dir: AnyPath, name: str) -> str:
-    """The path of the best model in a folder, or "" if there is none.
-
-    A run saves a file ``<name>.pth`` or a folder ``<name>``. A kill may leave both, of a run that
-    has changed from one to the other: the newer one is the better one.
-    """
-    names = {name, f"{name}.pth"}.intersection(checkpoint_names(save_dir))
-    paths = [os.path.join(save_dir, each) for each in names]
-    return max(paths, key=os.path.getmtime, default="")
-
-
-def archive_best(save_dir: AnyPath, name: str) -> None:
-    """Rename the best model of an earlier run to ``<name>.pth.1``, or the next free number.
+def put_aside(save_dir: AnyPath, names: Iterable[str]) -> None:
+    """Rename the best models of an earlier run, if any, to ``<name>.1``, or the next free number.
 
     The process that writes calls it before a new run does.
 
     Raises:
         RuntimeError: if another run is using the folder.
     """
-    for each in {name, f"{name}.pth"}.intersection(checkpoint_names(save_dir)):
+    for name in set(names).intersection(checkpoint_names(save_dir)):
         lock_folder(save_dir)
-        path = Path(save_dir, each)
+        path = Path(save_dir, name)
         aside = path.rename(first_free(path))
-        logger.warning("A new run renames the best model of an earlier one: %s", aside)
+        logger.warning("An earlier best model was renamed to %s", aside)
 
 
 def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:

@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
-from hooktrain.checkpoint.resume import archive_best, delete_after_verifying, find_best
+from hooktrain.checkpoint.resume import checkpoint_names, put_aside
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
@@ -237,7 +236,7 @@ class BestCheckpointer(HookBase):
     run that starts from it goes on with the same iteration as from a checkpoint.
 
     A resumed run never overwrites a better model, not even one that was saved after the
-    checkpoint it resumes from, or as a folder where it saves files. No run resumes from the file.
+    checkpoint it resumes from. No run resumes from the file.
 
     Args:
         checkpointer: the Checkpointer to save with.
@@ -273,8 +272,9 @@ class BestCheckpointer(HookBase):
         self._val_metric = val_metric
         self._mode = check_mode(mode, val_metric)
         self._file_prefix = file_prefix
-        # A file or a folder: the run may have changed from one to the other.
-        self._names = (f"{file_prefix}.pth", file_prefix)
+        names = [file_prefix, f"{file_prefix}.pth"]
+        # The run may have changed from a file to a folder, or back.
+        self._name, self._other = names if checkpointer.sharded else reversed(names)
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
         self._ema = ema
         self.best_metric: float | None = None
@@ -283,16 +283,16 @@ class BestCheckpointer(HookBase):
     def before_train(self) -> None:
         """Learn from the file of a resumed run which value has to be exceeded.
 
-        A new run puts the best model of an earlier one aside.
+        The best model of an earlier run is renamed, as is one that is a file where this run saves
+        folders, or the reverse.
         """
         tell_without_evaluation(self, self._val_metric)
         self._check_average()
-        if self.trainer.start_iter > 0:
-            self._follow_file()
-            return
-        self.best_metric = self.best_iter = None
         if self._checkpointer.save_to_disk:
-            archive_best(self._checkpointer.save_dir, self._file_prefix)
+            is_new = self.trainer.start_iter == 0
+            earlier = [self._other, self._name] if is_new else [self._other]
+            put_aside(self._checkpointer.save_dir, earlier)
+        self._follow_file()
 
     def _check_average(self) -> None:
         """Refuse an average that nothing updates, and raw weights by the metric of an average."""
@@ -324,9 +324,9 @@ class BestCheckpointer(HookBase):
         saver = self._checkpointer
         if not saver.save_to_disk:
             return  # the main process tells its value
-        path = find_best(saver.save_dir, self._file_prefix)
         try:
-            if path:
+            if self._name in checkpoint_names(saver.save_dir):
+                path = os.path.join(saver.save_dir, self._name)
                 self.load_state_dict(read_checkpoint(path, "meta").get("best", {}))
                 return
         except CorruptCheckpointError as error:
@@ -360,7 +360,6 @@ class BestCheckpointer(HookBase):
             self._checkpointer.save(
                 self._file_prefix,
                 tag=False,
-                on_saved=partial(delete_after_verifying, names=self._names),
                 on_full=self._log_disk_full,
                 iteration=iteration,
                 best=self.state_dict(),
@@ -382,13 +381,12 @@ class BestCheckpointer(HookBase):
                 self._val_metric,
                 self.best_metric,
                 self.best_iter,
-                self._file_prefix + ("" if self._checkpointer.sharded else ".pth"),
+                self._name,
             )
 
     def run_files(self) -> list[str]:
         """The best model, a file or a folder."""
-        folder = self._checkpointer.save_dir
-        return [os.path.join(folder, name) for name in self._names]
+        return [os.path.join(self._checkpointer.save_dir, self._name)]
 
     def _update_best(self, val: float, iteration: int) -> bool:
         """Keep the best value so far."""
