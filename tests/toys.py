@@ -54,6 +54,30 @@ class LinearLoss(nn.Module):
         return self.fc(x).square().mean()
 
 
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one, as in docs/guide.md."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__(groups, {})
+        self.share()
+
+    def share(self) -> None:
+        groups = iter(self.param_groups)
+        for each in self.optimizers:
+            each.state = self.state
+            each.param_groups = [next(groups) for _ in each.param_groups]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+
 def batches(count: int, size: int = 8) -> list[Tensor]:
     """Fixed batches of shape (size, 4)."""
     generator = torch.Generator().manual_seed(2)

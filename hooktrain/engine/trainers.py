@@ -323,9 +323,8 @@ def _flat(state_dict: State) -> dict[str, Any]:
 class SimpleTrainer(ModelTrainer):
     """Trains a model that returns its losses.
 
-    An iteration is one update, of ``accumulative_counts`` batches, by one optimizer or by several
-    together. The model takes a batch and returns what
-    :func:`hooktrain.model.losses.parse_losses` understands. For another loss override
+    An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch and
+    returns what :func:`hooktrain.model.losses.parse_losses` understands. For another loss override
     :meth:`compute_loss`, for another step :meth:`run_step`. Batches of unequal sizes have a
     :meth:`weight`.
 
@@ -357,7 +356,8 @@ class SimpleTrainer(ModelTrainer):
     @property
     def batches_per_step(self) -> int:
         """The number of batches that make one update."""
-        return self.optim_wrapper.accumulative_counts  # type: ignore[no-any-return]
+        # Several optimizers each have their own, and a run_step that knows it.
+        return getattr(self.optim_wrapper, "accumulative_counts", 1)
 
     def run_step(self) -> None:
         """One iteration: batches, losses and gradients, then the wrapper's update.

@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,7 +64,8 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         if dist.get_world_size(self.process_group) < 3:  # a + b is b + a
             return
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        module, self.module = self.module, _Zero(trained)
+        module, self.module = self.module, nn.Module()
+        self.module.forward = partial(_add_zeros, trained)
         self.broadcast_buffers = False
         self(torch.zeros(())).backward()
         self.module = module
@@ -71,17 +73,11 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             parameter.grad = None
 
 
-class _Zero(nn.Module):
-    """Computes 0 from parameters, so that the gradient of the last one is ready first."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._parameters_in_order = parameters
-
-    def forward(self, total: Tensor) -> Tensor:
-        for parameter in self._parameters_in_order:
-            total = total + (parameter * 0).abs().sum().to(total)
-        return total
+def _add_zeros(parameters: list[nn.Parameter], total: Tensor) -> Tensor:
+    """Add 0 of each parameter, so that the gradient of the last one is ready first."""
+    for parameter in parameters:
+        total = total + (parameter * 0).abs().sum().to(total)
+    return total
 
 
 class StepDistributedDataParallel(NamingDistributedDataParallel):

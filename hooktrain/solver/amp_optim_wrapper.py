@@ -70,7 +70,6 @@ class AmpOptimWrapper(OptimWrapper):
             # momentum what the memory held before, where the first one is skipped.
             optimizer._step_supports_amp_scaling = False
         self._unscaled = False
-        self._updates_scale = True
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
@@ -99,11 +98,6 @@ class AmpOptimWrapper(OptimWrapper):
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
 
-    def share_scaler(self, before: "AmpOptimWrapper") -> None:
-        """Take its scaler. Its scale changes when the last of them has stepped."""
-        self.grad_scaler = before.grad_scaler
-        before._updates_scale = False
-
     def _apply(self, **kwargs: Any) -> bool:
         scaler = self.grad_scaler
         self._unscaled = False
@@ -115,8 +109,7 @@ class AmpOptimWrapper(OptimWrapper):
         found = scaler._found_inf_per_device(self.optimizer).values()
         flags = [flag.to(scaler._scale.device) for flag in found]  # type: ignore[union-attr]
         skipped = reduce(torch.maximum, flags) if flags else torch.zeros(())
-        if self._updates_scale:
-            scaler.update()
+        scaler.update()
         if skipped.is_cpu:
             if skipped:
                 self.count_skipped_update()

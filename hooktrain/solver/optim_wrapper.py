@@ -82,10 +82,6 @@ class OptimWrapper:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer: {optimizer!r}")
-        if not isinstance(clip_grad, Mapping | None):
-            raise TypeError(
-                f"clip_grad must be a dict, as {{'max_norm': 1.0}}, but got {clip_grad!r}"
-            )
         check_count("accumulative_counts", accumulative_counts)
         self.optimizer = optimizer
         self.accumulative_counts = int(accumulative_counts)
@@ -237,9 +233,6 @@ class OptimWrapper:
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the factor that a scaler has multiplied the loss with."""
-
-    def share_scaler(self, before: Any) -> None:
-        """Use the scaler of a wrapper that steps before this one."""
 
     def _apply(self, **kwargs: Any) -> bool:
         self.optimizer.step(**kwargs)

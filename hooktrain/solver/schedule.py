@@ -306,11 +306,6 @@ class LRMultiplier(LRScheduler):
         self._max_iter = max_iter
         self.step()
 
-    @property
-    def base_lrs(self) -> list[float | Tensor]:  # type: ignore[override]
-        """The rates that are multiplied, one per group."""
-        return [group["initial_lr"] for group in self.optimizer.param_groups]
-
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float per group."""
         where = self.last_epoch / self._max_iter
@@ -332,13 +327,12 @@ class LRMultiplier(LRScheduler):
         if epoch is None:
             epoch = self.last_epoch + 1
         self.last_epoch = epoch
-        rates = self.get_lr()
-        for i, group in enumerate(self.optimizer.param_groups):
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if hasattr(group["lr"], "fill_"):
                 # A tensor, filled in place for captured graphs; no synchronisation.
-                group["lr"].fill_(rates[i])
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = rates[i]
+                group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
         """The number of the current step. The base rates are part of the optimizer's state."""

@@ -264,20 +264,3 @@ def test_an_optimizer_that_the_step_forgets_is_named_once(
     StepTrainer(model, batches(4), wrappers).train(0, 40)
     text = "The optimizer b has made no step so far"
     assert [record.message for record in caplog.records] == [text]
-
-
-def test_hooks_know_which_of_several_optimizers_with_one_loss_is_updating() -> None:
-    class Together(Two):
-        def train_step(self, data: Tensor, optim_wrapper: OptimWrapperDict) -> Any:
-            loss = self.a(data) + self.b(data)
-            optim_wrapper.update_params(loss)
-            return {"loss": loss}
-
-    model = Together()
-    seen = []
-    optimizers = {"a": sgd(model.a), "b": sgd(model.b)}
-    trainer = StepTrainer(model, batches(4), optimizers)
-    look = CallbackHook(after_backward=lambda trainer: seen.append(trainer.updating))
-    trainer.register_hooks([look])
-    trainer.train(0, 4)
-    assert seen == [*trainer.optim_wrapper.values()] * 4

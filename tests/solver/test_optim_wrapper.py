@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sharding_toys as sharded
 from gloo import run_ranks
 from hooktrain.events import EventStorage
-from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper
 from hooktrain.utils.tensors import full_tensors
-from toys import LinearLoss, batches, sgd
+from toys import LinearLoss, Together, batches, sgd
 
 PRECISIONS = [None, "bfloat16", "float16"]
 in_each_precision = pytest.mark.parametrize("dtype", PRECISIONS)
@@ -391,11 +391,9 @@ NORMS: list[dict[str, Any]] = [
 def _several() -> list[int]:
     """How often the passes of one loss for two optimizers exchange gradients."""
     model = sharded.make_sharded()
-    wrappers = {}
-    for name, first in (("head", 0), ("body", 1)):
-        part = torch.optim.SGD([*model.parameters()][first::2], lr=0.1)
-        wrappers[name] = OptimWrapper(part, accumulative_counts=2)
-    together: Any = OptimWrapperDict(**wrappers)
+    parameters = [*model.parameters()]
+    parts = [torch.optim.SGD(parameters[first::2], lr=0.1) for first in (0, 1)]
+    together = OptimWrapper(Together(*parts), accumulative_counts=2)
     exchanges = []
     for batch in DATA[:4]:
         with Exchanges() as seen:

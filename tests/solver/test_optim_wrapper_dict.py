@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from hooktrain.engine import SimpleTrainer
 from hooktrain.events import EventStorage
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from toys import LinearLoss, batches, sgd
+from toys import LinearLoss, Together, batches, sgd
 
 
 def several(**options: Any) -> tuple[LinearLoss, LinearLoss, OptimWrapperDict]:
@@ -65,26 +66,20 @@ def test_a_member_must_be_a_wrapper() -> None:
         OptimWrapperDict(a=sgd(LinearLoss()))  # type: ignore[arg-type]
 
 
-# One loss for all
-
-CLIP = {"max_norm": 0.05}
-
-
-def parts_of(model: LinearLoss) -> dict[str, Any]:
-    return {
-        "muon": torch.optim.Muon([model.fc.weight], lr=0.1),
-        "adamw": torch.optim.AdamW([model.fc.bias], lr=0.1),
-    }
+def test_one_loss_for_several_names_the_recipe() -> None:
+    a, _, wrappers = several()
+    trainer = SimpleTrainer(a, batches(1), {"a": sgd(a)})
+    for call in (lambda: trainer.train(0, 1), lambda: wrappers.update_params(1)):
+        with pytest.raises(AttributeError, match="'Several optimizers' in docs/guide"):
+            call()
 
 
-def together(model: LinearLoss, dtype: str | None, **options: Any) -> OptimWrapperDict:
-    wrappers: dict[str, OptimWrapper] = {}
-    for name, optimizer in parts_of(model).items():
-        if dtype is None:
-            wrappers[name] = OptimWrapper(optimizer, **options)
-        else:
-            wrappers[name] = AmpOptimWrapper(optimizer, dtype, **options)
-    return OptimWrapperDict(**wrappers)
+# Several optimizers that are one, as the guide combines them
+
+
+def muon_and_adamw(model: LinearLoss) -> Together:
+    muon = torch.optim.Muon([model.fc.weight], lr=0.1)
+    return Together(muon, torch.optim.AdamW([model.fc.bias], lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -95,17 +90,19 @@ def test_one_loss_for_several_is_a_loop_written_by_hand_bit_for_bit(
     dtype: str | None, counts: int
 ) -> None:
     ours, reference = LinearLoss(), LinearLoss()
-    wrappers = together(ours, dtype, accumulative_counts=counts, clip_grad=CLIP)
+    options: Any = {"accumulative_counts": counts, "clip_grad": {"max_norm": 0.05}}
+    wrapper = OptimWrapper(muon_and_adamw(ours), **options)
+    if dtype is not None:
+        wrapper = AmpOptimWrapper(muon_and_adamw(ours), dtype, **options)
     scaled = dtype == "float16"
     factors = [torch.inf if scaled and i == 6 else 1.0 for i in range(12)]
     for batch, factor in zip(batches(12), factors, strict=True):
-        with wrappers.optim_context(ours):
+        with wrapper.optim_context(ours):
             loss = ours(batch) * factor
-        wrappers.update_params(loss)
+        wrapper.update_params(loss)
     # As torch's documentation has it for several optimizers: one scaler for all.
-    optimizers = parts_of(reference).values()
+    optimizers = muon_and_adamw(reference).optimizers
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-    scale = scaler.get_scale()
     skipped = 0
     precision = getattr(torch, dtype or "bfloat16")
     for i, (batch, factor) in enumerate(zip(batches(12), factors, strict=True), 1):
@@ -116,38 +113,33 @@ def test_one_loss_for_several_is_a_loop_written_by_hand_bit_for_bit(
             continue
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        for optimizer in optimizers:
             scaler.step(optimizer)
             optimizer.zero_grad()
+        scale = scaler.get_scale()
         scaler.update()
         skipped += int(scaler.get_scale() < scale)
-        scale = scaler.get_scale()
     assert all(map(torch.equal, ours.parameters(), reference.parameters()))
-    for wrapper in wrappers.values():
-        assert wrapper.skipped_updates == skipped
-        if isinstance(wrapper, AmpOptimWrapper):
-            assert wrapper.grad_scaler.get_scale() == scale
+    assert wrapper.skipped_updates == skipped
     assert (skipped > 0) == scaled
 
 
-@pytest.mark.parametrize("place", ["cpu", "device"])
-def test_each_of_several_optimizers_with_one_scaler_counts_its_own_skips(
-    place: str, request: pytest.FixtureRequest
-) -> None:
-    if place == "device":
-        request.getfixturevalue("transfers")
-    model = LinearLoss()
-    wrappers = together(model, "float16")
-    loss = model.fc.weight.square().mean() + torch.inf * model.fc.bias.sum()
-    wrappers.update_params(loss)
-    assert wrappers["muon"].skipped_updates == 0
-    assert wrappers["adamw"].skipped_updates == 1
+def test_several_that_are_one_resume_bit_for_bit() -> None:
+    def made() -> tuple[LinearLoss, OptimWrapper]:
+        model = LinearLoss()
+        wrapper = OptimWrapper(muon_and_adamw(model))
+        wrapper.name_parameters(model)
+        return model, wrapper
 
-
-@pytest.mark.parametrize("other", [{"accumulative_counts": 2}, {"dtype": "bfloat16"}])
-def test_what_cannot_share_a_loss_is_refused(other: Any) -> None:
-    model = LinearLoss()
-    wrappers = together(model, None)
-    wrappers["adamw"] = together(model, **{"dtype": None, **other})["adamw"]
-    with pytest.raises(ValueError, match="OptimWrapper"):
-        wrappers.update_params(model(batches(1)[0]))
+    (model, wrapper), (twin, resumed) = made(), made()
+    for batch in batches(3):
+        wrapper.update_params(model(batch))
+    twin.load_state_dict(model.state_dict())
+    state = copy.deepcopy(wrapper.state_dict())
+    assert [*state["state"]] == ["fc.weight", "fc.bias"]
+    resumed.load_state_dict(state)
+    for batch in batches(3):
+        wrapper.update_params(model(batch))
+        resumed.update_params(twin(batch))
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))

@@ -292,4 +292,3 @@ def test_a_group_added_later_is_multiplied_too() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 8.0})
     scheduler.step()
     assert rates(optimizer) == [0.5, 4.0]
-    assert scheduler.base_lrs == [1.0, 8.0]

@@ -126,7 +126,7 @@ def test_a_scheduled_momentum_is_left_out_with_the_schedules(kind: str) -> None:
     CosineAnnealingMomentum(optimizer, T_max=2)
     (group,) = without_schedules(optimizer.state_dict())["param_groups"]
     assert not {"momentum", "betas"} & group.keys()
-    assert "lr" in group
+    assert "weight_decay" in group
 
 
 def test_a_loss_scale_is_fixed_or_has_a_scalers_arguments() -> None:

@@ -23,7 +23,7 @@ from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import local_tensor, map_leaves
-from toys import Idle, Two, batches, sgd
+from toys import Idle, Together, Two, batches, sgd
 
 
 class Noisy(nn.Module):
@@ -69,9 +69,9 @@ def in_fp16(model: nn.Module) -> Any:
 
 
 def two_optimizers(model: Any) -> Any:
-    last = OptimWrapper(torch.optim.Adam(model.last.parameters()))
+    last = torch.optim.Adam(model.last.parameters())
     rest = [*model.fc.parameters(), *model.bn.parameters()]
-    return OptimWrapperDict(rest=OptimWrapper(torch.optim.SGD(rest, 0.1)), last=last)
+    return OptimWrapper(Together(torch.optim.SGD(rest, 0.1), last))
 
 
 def end_of(
