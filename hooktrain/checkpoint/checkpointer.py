@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -129,8 +130,7 @@ class Checkpointer:
     @staticmethod
     def check_name(name: str) -> None:
         """Raise a ValueError if no checkpoint can have this name."""
-        is_hidden = name[:1] in ("", ".")
-        if is_hidden or name != os.path.basename(name) or name.endswith(".pth"):
+        if not re.fullmatch(r"[^./][^/]*", name) or name.endswith(".pth"):
             raise ValueError(
                 f"name must be a visible file name without a folder and .pth, got {name!r}"
             )
@@ -444,9 +444,10 @@ class Checkpointer:
         Returns:
             The states to load, by the names of the objects.
         """
+        known = self.checkpointables.keys() & state
         if names is None:
-            names = self.checkpointables.keys() & state
-            missing = sorted(self.checkpointables.keys() - names)
+            names = known
+            missing = sorted(self.checkpointables.keys() - known)
             if missing:
                 self.logger.warning(
                     "%s has no %s: they keep their state", path, missing
@@ -457,8 +458,7 @@ class Checkpointer:
             key, _, part = name.partition(".")
             if key == "model":  # always loaded
                 continue
-            _refuse_unknown(key, self.checkpointables, "the Checkpointer")
-            _refuse_unknown(key, state, path)
+            _refuse_unknown(key, known, path)
             if part:
                 _refuse_unknown(part, state[key], path)
                 chosen.setdefault(key, {})[part] = state[key][part]
@@ -492,4 +492,6 @@ class Checkpointer:
 def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
     if name not in known:
         hint = did_you_mean(name, known)
-        raise ValueError(f"checkpointables: there is no {name!r} in {where}{hint}")
+        raise ValueError(
+            f"checkpointables: the Checkpointer or {where} has no {name!r}{hint}"
+        )

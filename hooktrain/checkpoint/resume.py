@@ -34,8 +34,6 @@ _ITERATION = ".last_iteration"
 _OF_A_RUN = re.compile(
     rf"(iter|epoch|.+(?=_[0-9]{{7}}|_final))_([0-9]+|final)(\.pth|{MOVED_ASIDE})?"
 )
-# The best model of a run, from which none resumes.
-_BEST_OF_A_RUN = re.compile(rf"(.+_)?best(\.pth|{MOVED_ASIDE})?")
 
 
 def write_pointer(save_dir: AnyPath, name: str) -> None:
@@ -218,8 +216,7 @@ def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
         initial: the path or address of the checkpoint that the new run starts from.
 
     Returns:
-        The new path of the old folder; None if that has nothing to resume from and no best model,
-        and stays.
+        The new path of the old folder; None if that has nothing to resume from, and stays.
 
     Raises:
         RuntimeError: if another run is using it.
@@ -227,8 +224,7 @@ def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
         OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()
-    has_best = any(map(_BEST_OF_A_RUN.fullmatch, checkpoint_names(path)))
-    if not has_best and next(names_to_resume(path), None) is None:
+    if next(names_to_resume(path), None) is None:
         return None
     if Path.cwd().is_relative_to(path):
         raise ValueError(

@@ -273,17 +273,6 @@ def test_a_used_folder_is_renamed_whole(tmp_path: Path) -> None:
     lock_folder(folder)
 
 
-@pytest.mark.parametrize("name", ["model_best", "coco_best", "best"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_folder_that_has_only_a_best_model_is_renamed_too(
-    sharded: bool, name: str, tmp_path: Path
-) -> None:
-    path = save(tmp_path / "out", name, 9, sharded)
-    (path.parent / "last_checkpoint").unlink()
-    assert archive_folder(path.parent) == tmp_path / "out.1"
-    assert (tmp_path / "out.1" / path.name).exists()
-
-
 def test_a_folder_without_checkpoints_stays(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()
