@@ -45,8 +45,7 @@ def main() -> None:
         os.environ["HOOKTRAIN_COMMAND"] = f"hooktrain {name}"  # for the help
         os.execv(command[0], command)
     else:
-        known = ", ".join(_SCRIPTS)
-        raise SystemExit(f"hooktrain: unknown command {name!r}; known are {known}")
+        raise SystemExit(f"hooktrain: unknown command {name!r}\n\n{_USAGE}")
 
 
 if __name__ == "__main__":

@@ -232,8 +232,7 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
         Its result, on every rank.
     """
     own: Any = function if is_main_process() else lambda: None
-    result: T = on_all_ranks(own, group)[0]
-    return result
+    return on_all_ranks(own, group)[0]  # type: ignore[no-any-return]
 
 
 def on_all_ranks_patiently(function: Callable[[], T]) -> list[T]:

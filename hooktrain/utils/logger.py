@@ -40,10 +40,8 @@ class _TerminalHandler(_Handler):
 
     def __init__(self, color: bool) -> None:
         super().__init__(sys.stdout)
-        self._no_color = (
-            None if color else True
-        )  # with None, termcolor asks the terminal
-        clock = colored("%(asctime)s", "green", no_color=self._no_color)
+        # With None, termcolor asks the terminal.
+        clock = colored("%(asctime)s", "green", no_color=None if color else True)
         self.formatter = logging.Formatter(f"{clock} %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
@@ -51,10 +49,7 @@ class _TerminalHandler(_Handler):
         line = super().format(record)
         if record.levelno < logging.WARNING:
             return line
-        level = colored(
-            record.levelname, "red", attrs=["bold"], no_color=self._no_color
-        )
-        return f"{level} {line}"
+        return f"{record.levelname} {line}"
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # None in a process that was started without it
@@ -163,8 +158,10 @@ def show_progress(title: str, done: int, total: int) -> bool:
     """
     if title not in _bars:
         handlers = logging.getLogger("hooktrain").handlers
-        terminals = [each for each in handlers if isinstance(each, _TerminalHandler)]
-        is_wanted = any(each.level <= logging.INFO for each in terminals)
+        is_wanted = any(
+            isinstance(each, _TerminalHandler) and each.level <= logging.INFO
+            for each in handlers
+        )
         if not is_wanted or sys.stdout is None:
             return False
         try:

@@ -113,7 +113,7 @@ def locate(name: str) -> Any:
     If a package has an attribute and a module of the same name, the name is the attribute's.
 
     Raises:
-        ImportError: if there is no such object. The message suggests the most similar name.
+        ImportError: if there is no such object.
         Exception: the error of a module that fails while it is imported.
     """
     try:
@@ -121,9 +121,7 @@ def locate(name: str) -> Any:
     except pydoc.ErrorDuringImport as error:
         raise error.value from None  # type: ignore[misc, unused-ignore]
     if found is None:
-        outer, _, last = name.rpartition(".")
-        names = [each for each in dir(pydoc.locate(outer)) if each[0] != "_"]
-        raise ImportError(f"cannot locate {name!r}{did_you_mean(last, names)}")
+        raise ImportError(f"cannot locate {name!r}")
     return found
 
 

@@ -45,9 +45,7 @@ class Period:
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str):
-            number, _ = _parse(self.every)
-            if number == 0:
-                raise ValueError(f"{self.every!r} is no period: 0 iterations is never")
+            _parse(self.every)
         else:
             check_count("a period in iterations", self.every, 0)
 
@@ -100,7 +98,7 @@ def in_iterations(number: int | str, epoch_length: int | None) -> int:
 def _parse(text: str) -> tuple[Fraction, Fraction]:
     """The number in a string, and its seconds; 0 for epochs."""
     match = PERIOD.fullmatch(text)
-    if match is None:
+    if match is None or float(match[1]) == 0:
         raise ValueError(
             "give a number of iterations, or a string like '1 epoch' or '10 minutes', not "
             f"{text!r}"
