@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from hooktrain.data.loader import TrainLoader
-from hooktrain.data.samplers import is_undivided, knows_ranks
+from hooktrain.data.samplers import is_undivided
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
 from hooktrain.utils.workers import start_workers
@@ -33,8 +33,8 @@ SAME_BATCHES = (
     "torch.utils.data.get_worker_info()"
 )
 EQUAL_RANKS = (
-    "%s gives each rank all of the data, since it knows of no ranks: build_train_loader() divides "
-    "it, or take a DistributedSampler"
+    "%s divides nothing among the ranks: unless each has a part of the data of its own, take "
+    "build_train_loader() or a DistributedSampler"
 )
 EQUAL_WORKERS = (
     "Each worker has a copy of the generator %s.%s and draws the same numbers: draw from "
@@ -72,10 +72,11 @@ class Batches(Iterator[Any]):
         self.epoch = 0
         self._taken = 0  # the batches of this epoch
         self._iterator: Iterator[Any] | None = None
-        self._ranks_are_told = False
         if isinstance(loader, TrainLoader):
             # They are counted here, so that no other iterator moves the position.
             loader.is_counted = False
+        elif hasattr(loader, "state_dict") and comm.get_world_size() > 1:
+            logger.warning(ONE_POSITION, name)
 
     def start(self) -> Iterator[Any]:
         """Start the loader and its workers unless they have started, and return its iterator.
@@ -132,17 +133,10 @@ class Batches(Iterator[Any]):
         if hasattr(self.loader, "state_dict"):
             if not isinstance(self.loader, TrainLoader):
                 self.start()
-                self._warn_of_ranks()
             return {"epoch": self.epoch, "loader": self.loader.state_dict()}
         # Such a loader will start from the beginning: of the next epoch, if this one is over.
         is_over = self._taken == length_hint(self.loader, -1)
         return {"epoch": self.epoch + is_over}
-
-    def _warn_of_ranks(self) -> None:
-        """Warn once that a checkpoint has the state of the main process's loader only."""
-        if comm.get_world_size() > 1 and not self._ranks_are_told:
-            logger.warning(ONE_POSITION, self._name)
-            self._ranks_are_told = True
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the loader raise its error for the state of other data."""
@@ -166,17 +160,13 @@ def warn_of_equal_samples(loader: Iterable[Any]) -> None:
     Args:
         loader: the loader of the training, on each rank.
     """
-    is_torchs = isinstance(loader, DataLoader)
-    if comm.data_parallel_size() > 1 and isinstance(loader, DataLoader | TrainLoader):
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        owner = loader if batch_sampler is None else batch_sampler
+    options = getattr(loader, "options", {})
+    if isinstance(loader, DataLoader):
+        options = vars(loader)
+        owner = loader if loader.batch_sampler is None else loader.batch_sampler
         sampler = getattr(owner, "sampler", None)
-        is_divided = is_undivided(sampler) and not is_torchs  # by TrainLoader
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        may_repeat = isinstance(sampler, Sampler) and not (is_divided or is_stream)
-        if may_repeat and not knows_ranks(sampler):
+        if is_undivided(sampler) and comm.data_parallel_size() > 1:
             logger.warning(EQUAL_RANKS, type(sampler).__name__)
-    options = vars(loader) if is_torchs else getattr(loader, "options", {})
     if options.get("num_workers", 0) < 2 or options.get("worker_init_fn"):
         return
     dataset = getattr(loader, "dataset", None)

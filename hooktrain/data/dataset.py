@@ -1,6 +1,5 @@
 """Data sets made of other data sets."""
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +9,6 @@ from hooktrain.data.samplers import mix
 
 # A function that filters out so many samples in a row is probably wrong.
 MAX_ATTEMPTS = 1000
-
-logger = logging.getLogger(__name__)
 
 
 class MapDataset(Dataset[Any]):
@@ -49,9 +46,6 @@ class MapDataset(Dataset[Any]):
             data = self.map_func(self.dataset[current])
             if data is not None:
                 return data
-            if attempt == 3:
-                text = "map_func filtered out %d samples in place of number %d"
-                logger.warning(text, attempt, index)
             current = mix(index, attempt) % len(self)
         raise ValueError(
             f"map_func returned None for {MAX_ATTEMPTS} samples, first for {index!r}"

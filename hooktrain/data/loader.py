@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
-    Subset,
     TensorDataset,
 )
 
@@ -37,12 +37,12 @@ from hooktrain.utils.workers import start_workers
 logger = logging.getLogger(__name__)
 
 _DECIDED = (
-    "(total_batch_size, seed and sampler decide on the batches; without a sampler the data is "
-    "shuffled)"
+    "(mapper is a function of each sample; total_batch_size, seed and sampler decide on the "
+    "batches; without a sampler the data is shuffled)"
 )
 
 # Their samples draw no random numbers; those of a subclass may.
-_PLAIN = (list, tuple, range, Tensor, np.ndarray, TensorDataset)
+_PLAIN = (list, range, Tensor, np.ndarray, TensorDataset)
 
 # A position in the stream of all ranks, and the index of the sample there.
 Key = tuple[int, int]
@@ -243,10 +243,7 @@ class SeededDataset(Dataset[Any]):
     seed: int
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        inner = self.dataset
-        while type(inner) is Subset:
-            inner = inner.dataset
-        is_plain = type(inner) in _PLAIN
+        is_plain = type(self.dataset) in _PLAIN
         last = len(keys) - 1
         samples = []
         for place, (position, index) in enumerate(keys):
@@ -304,6 +301,10 @@ def build_train_loader(
     # Refuses unknown options now, not when the training starts.
     call(DataLoader, [dataset], {"batch_sampler": (), **options}, _DECIDED)
     size = len(dataset)  # type: ignore[arg-type]
+    if isinstance(sampler, BatchSampler):
+        raise TypeError(
+            f"sampler must give indices one by one, not batches: {sampler!r}"
+        )
     if sampler is None:
         sampler = TrainingSampler(size, seed=seed)
     if size < total_batch_size:
@@ -344,9 +345,10 @@ def build_test_loader(
 
 def _mapped(dataset: Dataset[Any], mapper: Callable[[Any], Any] | None) -> Dataset[Any]:
     """The data set, with a function that is applied to each sample, if there is one."""
-    if not hasattr(dataset, "__getitem__"):  # IterableDataset inherits it
+    are_parts = isinstance(dataset, tuple | Mapping)
+    if are_parts or not hasattr(dataset, "__getitem__"):  # IterableDataset inherits it
         raise TypeError(
-            "a data set has __getitem__ and __len__, or is an IterableDataset, but got "
-            f"{dataset!r}"
+            "a data set has __getitem__ by number and __len__, as TensorDataset(X, y) has, or is "
+            f"an IterableDataset, but got {dataset!r:.200}"
         )
     return dataset if mapper is None else MapDataset(dataset, mapper)

@@ -5,7 +5,6 @@ and the epoch's number. All ranks see the same stream and take turns in it. So w
 batch does not depend on the number of ranks or workers, and skipping to a position is arithmetic.
 """
 
-import re
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -15,9 +14,8 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler
 
 from hooktrain.utils import comm
-from hooktrain.utils.names import check_count, names_used
+from hooktrain.utils.names import check_count
 
-_OF_RANKS = re.compile("rank|replica|shard|world|process")
 # Indices become Python's numbers, which take five times the memory, so many at a time.
 _CHUNK = 4096
 _64_BITS = 2**64 - 1
@@ -32,13 +30,6 @@ def is_undivided(sampler: Any) -> bool:
     """Whether a sampler gives all indices on each rank, as torch's for a single process do."""
     order = getattr(type(sampler), "__iter__", None)
     return getattr(order, "__module__", "") == RandomSampler.__module__
-
-
-def knows_ranks(sampler: Any) -> bool:
-    """Whether a sampler uses names such as ``rank``, as one that divides the data itself does."""
-    order = getattr(type(sampler), "__iter__", None)
-    names = (*vars(sampler), *names_used(order))
-    return any(_OF_RANKS.search(name) for name in names)
 
 
 class StreamSampler(Sampler[int]):

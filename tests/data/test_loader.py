@@ -12,6 +12,8 @@ import torch
 from test_dataset import Stream
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -259,6 +261,34 @@ def test_a_worker_that_fails_or_is_killed_is_a_prompt_error(
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     del caught, batches
     gc.collect()
+
+
+X, Y = torch.zeros(8, 3), torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    "wrong", [(X, Y), {"x": X, "y": Y}, zip(X, Y, strict=True), None, DataLoader([X])]
+)
+def test_what_is_no_data_set_is_refused(wrong: Any) -> None:
+    for build in (build_train_loader, build_test_loader):
+        options = {"total_batch_size": 2} if build is build_train_loader else {}
+        with pytest.raises(TypeError, match=r"TensorDataset\(X, y\).*but got"):
+            build(wrong, **options)
+    assert len(build_train_loader(TensorDataset(X, Y), total_batch_size=2)) == 4
+
+
+def test_what_makes_batches_another_way_is_refused_with_the_way_to_go() -> None:
+    data: Any = range(8)
+    batches: Any = BatchSampler(SequentialSampler(data), 2, drop_last=True)
+    with pytest.raises(TypeError, match=r"one by one.*BatchSampler"):
+        build_train_loader(data, total_batch_size=2, sampler=batches)
+    with pytest.raises(TypeError, match="'transform'") as error:
+        build_train_loader(data, total_batch_size=2, transform=abs)
+    assert "mapper is a function of each sample" in str(notes(error.value))
+
+
+def notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def test_the_test_loader_reads_each_sample_once() -> None:
