@@ -297,22 +297,22 @@ class BestCheckpointer(HookBase):
     def _check_average(self) -> None:
         """Refuse an average that nothing updates, and raw weights by the metric of an average."""
         averages = [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
-        if self._ema is not None and self._ema not in averages:
-            raise ValueError(
-                "ema= of BestCheckpointer (best_ema) is not registered, so its average stays as it "
-                "began: register that hook EMA with the trainer too"
+        if self._ema is not None:
+            if self._ema not in averages:
+                raise ValueError(
+                    "ema= of BestCheckpointer (best_ema) is not registered, so its average stays "
+                    "as it began: register that hook EMA with the trainer too"
+                )
+        elif averages:
+            if self._val_metric.startswith("ema/"):
+                raise ValueError(
+                    f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would "
+                    "be saved: give the hook EMA as ema= (best_ema)"
+                )
+            logger.info(
+                "%s has the raw weights; for their average give the hook EMA as ema= (best_ema)",
+                self._file_prefix,
             )
-        if self._ema is not None or not averages:
-            return
-        if self._val_metric.startswith("ema/"):
-            raise ValueError(
-                f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would be "
-                "saved: give the hook EMA as ema= (best_ema)"
-            )
-        logger.info(
-            "%s has the raw weights; for their average give the hook EMA as ema= (best_ema)",
-            self._file_prefix,
-        )
 
     def _follow_file(self) -> None:
         """Take the best value from the file or folder, where that has one.

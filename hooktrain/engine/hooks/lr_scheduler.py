@@ -1,7 +1,6 @@
 """Steps the schedules of the learning rate, and records the rate."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +75,7 @@ class LRScheduler(HookBase):
         self._watched: list[Any] = []  # results, and the functions that get them
         # Optimizers and the names of their settings, and the schedules that change them.
         self._driven: list[Any] = []
-        self._last_rates: list[Any] = []  # those that the last step left
+        self._expected: list[Any] = []  # what the last step left, while that is watched
         self._schedulers = {}
         optimizers = self._optimizers()
         for name, schedules in self._schedules_by_name().items():
@@ -84,12 +83,10 @@ class LRScheduler(HookBase):
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
-        self._to_watch = 0
-        if self._driven:
-            # An epoch is enough to see whether others step, too; then a step costs less.
-            length = max(self.trainer.sync_period, self.trainer.epoch_length or 0)
-            self._to_watch = length + 1
-        else:
+        # An epoch is enough to see whether others step, too; then a step costs less.
+        length = max(self.trainer.sync_period, self.trainer.epoch_length or 0)
+        self._watched_until = self.trainer.start_iter + length
+        if not self._driven:
             logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
             self.check_state_dict(self._loaded)
@@ -113,11 +110,10 @@ class LRScheduler(HookBase):
         named = self.scheduler
         if not isinstance(named, Mapping) or "type" in named:
             named = dict.fromkeys(self._optimizers(), named)
-        given = {}
-        for name, schedules in named.items():
-            is_list = isinstance(schedules, list | tuple)
-            given[name] = list(schedules) if is_list else [schedules]
-        return given
+        return {
+            name: list(given) if isinstance(given, list | tuple) else [given]
+            for name, given in named.items()
+        }
 
     def begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
         """Decide when a schedule steps; a subclass may know other kinds of schedules.
@@ -137,8 +133,9 @@ class LRScheduler(HookBase):
                 _warn_of_new_rates(optimizer)
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
-            last = self.trainer.iter - 1
-            scheduler = LRMultiplier(optimizer, scheduler, length, last)
+            scheduler = LRMultiplier(
+                optimizer, scheduler, length, self.trainer.iter - 1
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             if self._metric is None:
                 raise ValueError(
@@ -210,21 +207,20 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
-        if self._to_watch and self._last_rates not in ([], self._rates()):
-            self._to_watch = 0  # once is enough
+        if self._expected and self._expected != self._rates():
+            self._watched_until = 0  # once is enough
             logger.warning(
                 "Learning rates or step counts changed outside LRScheduler: expected %s, found "
                 "%s. Does another hook set the rate, or step the scheduler too?",
-                self._last_rates,
+                self._expected,
                 self._rates(),
             )
         self._record_rates()
         for period, schedule in self._steps:
             if period.is_due(self.trainer):
                 schedule.step()
-        if self._to_watch:
-            self._to_watch -= 1
-            self._last_rates = self._rates()
+        is_watched = self._driven and self.trainer.done <= self._watched_until
+        self._expected = self._rates() if is_watched else []
 
     def _record_rates(self) -> None:
         storage = self.trainer.storage
@@ -237,8 +233,8 @@ class LRScheduler(HookBase):
             value = find_result(self, metric, results)
             if value is not None:
                 step(value)
-        if self._to_watch:
-            self._last_rates = self._rates()
+        if self._expected:
+            self._expected = self._rates()
 
     def _rates(self) -> list[Any]:
         """The rates, and how often each schedule has stepped."""
@@ -253,15 +249,9 @@ class LRScheduler(HookBase):
 
     @staticmethod
     def get_best_param_group_id(optimizer: Optimizer) -> int:
-        """The group whose rate is recorded: the one with the most parameters.
-
-        If each group has one parameter, the first group that has the most common rate.
-        """
+        """The group whose rate is recorded: the first of those with the most parameters."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
-        if max(sizes) > 1:
-            return sizes.index(max(sizes))
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        return rates.index(Counter(rates).most_common(1)[0][0])
+        return sizes.index(max(sizes))
 
     def state_dict(self) -> dict[str, Any]:
         """The schedulers' states, by the names of their optimizers."""

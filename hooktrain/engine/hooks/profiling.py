@@ -1,5 +1,6 @@
 """Profiles chosen iterations."""
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,16 +13,15 @@ from hooktrain.utils import comm
 class TorchProfiler(HookBase):
     """Runs :class:`torch.profiler.profile` in the iterations that a predicate chooses.
 
-    Each rank writes a trace of each of them, for TensorBoard to
-    ``log/profiler-tensorboard-iter{i}/worker{rank}.*.json`` in the output folder, or for
-    ``chrome://tracing`` to ``profiler-trace-iter{i}.rank{rank}.*.json``. To profile iterations 10
-    to 19: ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
+    Each rank writes a trace of each of them, for ``chrome://tracing`` and others:
+    ``profiler-trace-iter{i}.rank{rank}.*.json``. To profile iterations 10 to 19:
+    ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
 
     Args:
         enable_predicate: called with the trainer before each step; returns whether to profile it.
         output_dir: the folder to write to.
         activities: see the profiler; None takes the CPU, and the accelerator if there is one.
-        save_tensorboard: whether to write for TensorBoard.
+        save_tensorboard: whether to write into ``log`` in the folder, where TensorBoard looks.
     """
 
     def __init__(
@@ -33,27 +33,22 @@ class TorchProfiler(HookBase):
         save_tensorboard: bool = True,
     ) -> None:
         self._enable_predicate = enable_predicate
-        self._output_dir = output_dir
+        self._folder = os.path.join(output_dir, "log" if save_tensorboard else "")
         self._activities = activities
-        self._save_tensorboard = save_tensorboard
         self._profiler: profile | None = None
 
     def before_step(self) -> None:
         """Start the profiler if this iteration is chosen."""
         if not self._enable_predicate(self.trainer):
             return
-        iteration, rank = self.trainer.iter, comm.get_rank()
-        folder, name = self._output_dir, f"profiler-trace-iter{iteration}.rank{rank}"
-        if self._save_tensorboard:
-            folder += f"/log/profiler-tensorboard-iter{iteration}"
-            name = f"worker{rank}"
+        name = f"profiler-trace-iter{self.trainer.iter}.rank{comm.get_rank()}"
         self._profiler = profile(
             activities=self._activities,
             record_shapes=True,
             profile_memory=True,
             with_stack=True,
             with_flops=True,
-            on_trace_ready=tensorboard_trace_handler(folder, name),
+            on_trace_ready=tensorboard_trace_handler(self._folder, name),
             acc_events=True,  # without this some releases of torch warn
         )
         self._profiler.start()

@@ -144,11 +144,8 @@ def _parts(model: nn.Module) -> tuple[int, int]:
 
 def _compare_ranks(iteration: int, everywhere: Sequence[tuple[int, int]]) -> None:
     """Name ranks whose sum is not that of most ranks with the same parts."""
-    counts = Counter(everywhere)
     # Of the sums of the same parts the most frequent comes last, and stays.
-    ordered = list(reversed(everywhere))
-    ordered.sort(key=counts.__getitem__)
-    usual = dict(ordered)
+    usual = dict(sorted(everywhere, key=Counter(everywhere).__getitem__))
     others = [
         rank for rank, (parts, total) in enumerate(everywhere) if usual[parts] != total
     ]

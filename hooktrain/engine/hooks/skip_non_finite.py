@@ -143,4 +143,4 @@ class SkipNonFinite(HookBase):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
-        self.recent.extend(state_dict.get("recent", ()))
+        self.recent.extend(state_dict["recent"])

@@ -13,7 +13,7 @@ from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
-_NOT_WRITTEN = "%s: NOT WRITTEN %s: %r. It is tried again, also by a resumed run"
+_NOT_WRITTEN = "%s: NOT WRITTEN: %r. It is tried again, at last by a resumed run"
 
 
 class IterationTimer(HookBase):
@@ -100,14 +100,13 @@ class PeriodicWriter(HookBase):
 
     def _call(self, writer: EventWriter, method: Callable[[], None]) -> None:
         """Call a method of a writer; log an error that does not end the run."""
-        is_over = self.trainer.succeeded
         try:
             method()
         except Exception as error:
-            if not writer.may_fail and (is_over or not is_disk_full(error)):
+            is_fatal = self.trainer.succeeded or not is_disk_full(error)
+            if is_fatal and not writer.may_fail:
                 raise
-            when = "AT THE END OF THE RUN" if is_over else "so far"
-            logger.error(_NOT_WRITTEN, type(writer).__name__, when, error)
+            logger.error(_NOT_WRITTEN, type(writer).__name__, error)
 
     def run_files(self) -> list[AnyPath]:
         """The files of all writers."""

@@ -13,7 +13,7 @@ from toys import linear_trainer
     ("options", "name"),
     [
         ({"save_tensorboard": False}, "profiler-trace-iter{}.rank0.*.json"),
-        ({}, "log/profiler-tensorboard-iter{}/worker0.*.json"),
+        ({}, "log/profiler-trace-iter{}.rank0.*.json"),
     ],
 )
 def test_each_chosen_iteration_gives_a_trace(

@@ -353,7 +353,8 @@ def drift_of_a_shard() -> list[tuple[str, int]]:
 def test_a_shard_that_is_not_that_of_its_replica_is_named() -> None:
     healthy, of_first, of_second = run_ranks(drift_of_a_shard, 4)[0]
     assert healthy == ("", 20)
-    for (text, updates), rank in ((of_first, 2), (of_second, 3)):
+    # Of two replicas either may be wrong, and one of them is named.
+    for (text, updates), rank in ((of_first, 0), (of_second, 1)):
         assert f"the weights of the ranks [{rank}] are not" in text
         assert updates == 6
 
@@ -372,7 +373,7 @@ def weights_of_one_rank() -> list[tuple[str, int]]:
 def test_weights_that_are_not_exchanged_may_differ_and_others_are_compared() -> None:
     healthy, drifted = run_ranks(weights_of_one_rank, 2)[0]
     assert healthy == ("", 20)
-    assert "the weights of the ranks [1] are not" in drifted[0]
+    assert "the weights of the ranks [0] are not" in drifted[0]
 
 
 class Counting(Noisy):
