@@ -173,12 +173,8 @@ class _Mean:
         return total / sum(counts)
 
 
-class _Whole:
+class _Whole(_Mean):
     """A metric of all batches together."""
-
-    def __init__(self, metric: Callable[[Any, Any], Any]) -> None:
-        self._metric = metric
-        self.reset()
 
     def reset(self) -> None:
         self._batches: list[Any] = []
@@ -435,9 +431,12 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
 
 
 def _tell(done: int, seconds: float) -> None:
-    taken = pretty_seconds(seconds)
-    mean = seconds / max(1, done)
-    logger.info("Evaluated %d batches in %s (%.4f s each)", done, taken, mean)
+    logger.info(
+        "Evaluated %d batches in %s (%.4f s each)",
+        done,
+        pretty_seconds(seconds),
+        seconds / max(1, done),
+    )
 
 
 @contextmanager

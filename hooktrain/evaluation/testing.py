@@ -48,19 +48,18 @@ def verify_results(
         True.
 
     Raises:
-        ValueError: if an expectation is not met or its metric is missing. The message lists all
-            such expectations, and the results.
+        ValueError: if an expectation is not met, or its metric is missing.
     """
     numbers = as_numbers(results)
-    failures = []
     for task, metric, value, tolerance in expected:
         name = f"{task}/{metric}"
         found = numbers.get(name, math.nan)
         # Written in this form, a NaN is a failure.
         if not abs(found - value) <= tolerance:
-            failures.append(f"{name} is not {value!r} within {tolerance!r}")
-    if failures:
-        raise ValueError(f"results are not as expected: {failures}; they are {numbers}")
+            raise ValueError(
+                f"{name} is {found!r}, expected {value!r} within {tolerance!r}: the results are "
+                f"{numbers}"
+            )
     logger.info("Results are as expected.")
     return True
 

@@ -22,13 +22,13 @@ class HistoryBuffer:
 
     Args:
         max_length: how many values to keep, at least 1. The oldest are dropped.
+        result: the name that evaluations give these results; "" for a metric of the training.
 
     Attributes:
         count: how many values were ever added.
         smoothing_hint: whether writers should show the median of the last iterations.
         reproducible: whether a resumed run computes the same values again.
-        result: the name that evaluations give these results, of which writers show each; "" for a
-            metric of the training.
+        result: as given. Of results writers show each.
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
         written: by the name of a writer, how many values it has written.
@@ -36,11 +36,11 @@ class HistoryBuffer:
             The next value clears it.
     """
 
-    def __init__(self, max_length: int = 10_000) -> None:
+    def __init__(self, max_length: int = 10_000, result: str = "") -> None:
         self._data: deque[Entry] = deque(maxlen=max_length)
-        self.smoothing_hint = True
+        self.smoothing_hint = not result
         self.reproducible = True
-        self.result = ""
+        self.result = result
         self.pending: list[tuple[Any, int]] = []
         self.count = 0
         self.written: dict[str, int] = {}
@@ -139,6 +139,6 @@ class HistoryBuffer:
         self._data = deque(entries, self._data.maxlen)
         self.smoothing_hint = state_dict["smoothing_hint"]
         self.reproducible = state_dict.get("reproducible", True)
-        self.result = state_dict.get("result", "")
+        self.result = state_dict.get("result", self.result)
         self.count = state_dict["count"]
         self.written = dict(state_dict["written"])

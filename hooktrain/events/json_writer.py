@@ -79,13 +79,11 @@ class JSONWriter(ScalarWriter):
         histories = storage.histories()
         for iteration, metrics in scalars.items():
             row = {**metrics, "iteration": iteration}
-            losses = [
-                histories[name]
-                for name in metrics
-                if is_loss(name) and histories[name].smoothing_hint
-            ]
-            if losses and "mean_loss" not in metrics:
-                row["mean_loss"] = losses[0].avg(self._window_size)
+            for name in filter(is_loss, metrics):
+                if histories[name].smoothing_hint:
+                    mean = histories[name].avg(self._window_size)
+                    row.setdefault("mean_loss", mean)
+                    break
             rows.append(row)
         if rows:
             text = "".join(map(_encode, rows))

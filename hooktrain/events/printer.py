@@ -101,8 +101,7 @@ def _place(name: str) -> int:
         return 0
     if name in TIMES:
         return 2 + TIMES.index(name)
-    is_rate = f".{name}".endswith(".lr")
-    return 4 if is_rate else 1
+    return 4 if f".{name}".endswith(".lr") else 1
 
 
 def _memory() -> list[str]:

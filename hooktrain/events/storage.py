@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from hooktrain.events import media
 from hooktrain.events.history import Entry, HistoryBuffer
-from hooktrain.utils.names import did_you_mean
 
 Scalar = float | np.generic | media.Array  # with one element
 
@@ -72,11 +72,13 @@ class EventStorage:
     Attributes:
         iter: the current iteration.
         max_iter: the iteration that the run ends before; 0 if it is not known.
+        written: the last iteration that the writers of a run have written.
         info: plain values that are saved with the metrics.
         file_sizes: by name, the size of each file of metrics in bytes.
     """
 
     max_iter: int = 0
+    written: int = -1
 
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
@@ -124,6 +126,8 @@ class EventStorage:
         # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:
             cur_iter = self.iter
+            if cur_iter == self.written:
+                _tell_late(name)
         pending = history.pending
         pending.append((value, cur_iter))
         if len(pending) >= _MAX_PENDING:
@@ -172,10 +176,8 @@ class EventStorage:
         known = self.results()
         for name, value in results.items():
             if name not in known:
-                history = known[name] = HistoryBuffer()
-                history.smoothing_hint = False
-                history.result = name
-                self._name_result(history)
+                known[name] = HistoryBuffer(result=name)
+                self._name_result(known[name])
             known[name].update(value, iteration)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
@@ -213,16 +215,8 @@ class EventStorage:
         self._histograms.append(histogram)
 
     def history(self, name: str) -> HistoryBuffer:
-        """The values of a metric.
-
-        Raises:
-            KeyError: if there is no such metric. The message suggests the most similar name.
-        """
-        histories = self.histories()
-        if name not in histories:
-            hint = did_you_mean(name, histories)
-            raise KeyError(f"there is no metric {name!r}{hint}")
-        return histories[name]
+        """The values of a metric; KeyError if there is none of this name."""
+        return self.histories()[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
         """The values of all metrics by name."""
@@ -236,10 +230,7 @@ class EventStorage:
 
     def latest(self) -> dict[str, Entry]:
         """By metric, the last value and its iteration."""
-        latest = {}
-        for name, history in self.histories().items():
-            latest[name] = history.tail(1)[0]
-        return latest
+        return {name: h.tail(1)[0] for name, h in self.histories().items()}
 
     # These are detectron2's names, which its users' writers read.
     _history = property(histories)
@@ -327,9 +318,7 @@ class EventStorage:
         self._histories = {name: _loaded(metrics[name]) for name in metrics}
         # Earlier checkpoints have the results apart, by the names that the evaluations gave.
         for name, state in state_dict.get("results", {}).items():
-            history = _loaded(state)
-            history.result = name
-            self._name_result(history)
+            self._name_result(_loaded(state, name))
         self.iter = state_dict["iteration"]
         self.file_sizes = dict(state_dict["file_sizes"])
         self.info = dict(state_dict["info"])
@@ -366,15 +355,22 @@ class EventStorage:
         device = self._tensors[0].device
         tensors = [tensor.to(device) for tensor in self._tensors]
         values = torch.stack(tensors).tolist()  # host-device synchronisation
-        fetched = dict(zip(self._tensors, values, strict=True))
+        fetched: dict[Any, float] = dict(zip(self._tensors, values, strict=True))
         for history in self._histories.values():
-            for index, (value, iteration) in enumerate(history.pending):
-                if isinstance(value, Tensor):
-                    history.pending[index] = (fetched[value], iteration)
+            history.pending = [(fetched.get(v, v), i) for v, i in history.pending]
         self._tensors.clear()
 
 
-def _loaded(state: Mapping[str, Any]) -> HistoryBuffer:
-    history = HistoryBuffer()
+@cache  # one line for each metric
+def _tell_late(name: str) -> None:
+    logger.info(
+        "The metric %r is put after the writers, so it comes in a row of its own, a period later: "
+        "put it earlier, such as in a hook of the phase 'run'",
+        name,
+    )
+
+
+def _loaded(state: Mapping[str, Any], result: str = "") -> HistoryBuffer:
+    history = HistoryBuffer(result=result)
     history.load_state_dict(state)
     return history

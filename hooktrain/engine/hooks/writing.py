@@ -97,6 +97,7 @@ class PeriodicWriter(HookBase):
         if self._period.is_due_or_last(self.trainer):
             for writer in self.writers:
                 self._call(writer, writer.write)
+            self.trainer.storage.written = self.trainer.iter
 
     def _call(self, writer: EventWriter, method: Callable[[], None]) -> None:
         """Call a method of a writer; log an error that does not end the run."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import build_train_loader
-from hooktrain.engine import SimpleTrainer
+from hooktrain.engine import HookBase, SimpleTrainer
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -448,6 +448,31 @@ def test_an_early_stop_writes_no_row_behind_its_last_one(tmp_path: Path) -> None
     trainer.train(max_iter=20)
     assert trainer.done == 4
     assert [row["iteration"] for row in load_json_metrics(file)] == [1, 3]
+
+
+@pytest.mark.parametrize(("phase", "is_late"), [("run", False), ("end", True)])
+def test_a_metric_that_is_put_after_the_writers_is_told_of_once(
+    phase: str, is_late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"metric of the phase {phase}"
+
+    class Put(HookBase):
+        def after_step(self) -> None:
+            self.trainer.storage.put_scalar(name, 1.0)
+
+    put = Put()
+    put.phase = phase
+    trainer = Idle(PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], 2), put)
+    evaluation = EvalHook(2, lambda: {"accuracy": 1.0})
+    trainer.register_hooks([evaluation])
+    with caplog.at_level(logging.INFO):
+        trainer.train(0, 6)
+    told = [m for m in caplog.messages if "put after the writers" in m]
+    assert len(told) == is_late
+    assert all(repr(name) in m for m in told)
+    rows = load_json_metrics(tmp_path / "metrics.json")
+    at = [row["iteration"] for row in rows if name in row]
+    assert at == ([0, 2, 4, 5] if is_late else [1, 3, 5])
 
 
 @pytest.mark.parametrize("background", [False, True])
