@@ -45,10 +45,20 @@ def train(tree: Path, name: str, ranks: int, output: Path) -> dict[str, Any]:
     lines = (output / "metrics.json").read_text().splitlines()
     return {
         "weights": saved["model"],
-        "optimizer": state["optimizer"],
+        "optimizer": without_settings(state["optimizer"]),
         "losses": losses_saved(state["storage"]),
         "rows": values_in_rows(map(json.loads, lines)),
     }
+
+
+def without_settings(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The state of one or several optimizers without the settings that were configured.
+
+    They are a note for a resumed run, and older revisions have none.
+    """
+    if "param_groups" not in optimizer:
+        return {name: without_settings(each) for name, each in optimizer.items()}
+    return {key: each for key, each in optimizer.items() if key != "configured"}
 
 
 def losses_saved(storage: dict[str, Any]) -> dict[str, Any]:
