@@ -303,7 +303,7 @@ def load_model_state(
 
 
 # The names that DataParallel, averaged models and torch.compile add.
-_OF_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
+OF_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
 
 
 def _with_names_of(
@@ -314,12 +314,12 @@ def _with_names_of(
         return revise_names(state, ())
     # The versions of modules in the metadata have names that end with a dot there.
     modules = [f"{name}." for name in getattr(in_model, "_metadata", {})]
-    ours = {_OF_WRAPPERS.sub("", name): name for name in [*modules, *in_model]}
+    ours = {OF_WRAPPERS.sub("", name): name for name in [*modules, *in_model]}
 
     def rename(name: str) -> str:
         if name in in_model:
             return name
-        bare = _OF_WRAPPERS.sub("", name)
+        bare = OF_WRAPPERS.sub("", name)
         renamed = ours.get(bare, bare)
         return name if renamed in state else renamed
 

@@ -40,6 +40,7 @@ from hooktrain.checkpoint import (
 from hooktrain.checkpoint.files import save_file, write_file
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
+from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import EMA
 from hooktrain.model.sharding import shard_model
@@ -288,16 +289,27 @@ def test_a_checkpoint_that_is_partial_on_purpose_is_resumed(
     assert "'head.weight'" in caplog.text
 
 
+class Compiled(nn.Module):
+    """Has the names of torch.compile, which takes its time."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._orig_mod(x)
+
+
 def wrapped(kind: str, net: nn.Module) -> nn.Module:
     if kind == "compiled inside":
-        net[1] = torch.compile(net[1], backend="eager")  # type: ignore[index, assignment]
+        net[1] = Compiled(net[1])  # type: ignore[index, assignment]
     elif kind == "parallel inside":
         net[0] = nn.DataParallel(net[0])  # type: ignore[index]
     elif kind == "averaged":
         return AveragedModel(net)
     elif kind == "all":
-        net[0] = torch.compile(nn.DataParallel(net[0]), backend="eager")  # type: ignore[index, assignment]
-        return nn.DataParallel(torch.compile(net, backend="eager"))  # type: ignore[arg-type]
+        net[0] = Compiled(nn.DataParallel(net[0]))  # type: ignore[index, assignment]
+        return nn.DataParallel(Compiled(net))  # type: ignore[arg-type]
     return net
 
 
@@ -325,6 +337,45 @@ def test_names_that_only_a_wrapper_adds_are_no_difference(
     Checkpointer(model, tmp_path).resume_or_load("")
     assert {each.sum().item() / each.numel() for each in model.parameters()} == {3.0}
     assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("before", ["bare", "compiled inside", "parallel inside"])
+@pytest.mark.parametrize("now", ["bare", "compiled inside", "parallel inside"])
+def test_a_run_goes_on_exactly_when_a_part_of_its_model_is_wrapped(
+    before: str, now: str, tmp_path: Path
+) -> None:
+    def build(kind: str, folder: str) -> tuple[SimpleTrainer, Checkpointer]:
+        model = wrapped(kind, net_of(1.0))
+        adam = torch.optim.Adam(model.parameters())
+        loader = build_train_loader(list(torch.eye(2)), total_batch_size=2, seed=0)
+        trainer = SimpleTrainer(LossOf(model), loader, adam)
+        checkpointer = Checkpointer(trainer.model, tmp_path / folder, trainer=trainer)
+        trainer.register_hooks([EMA(trainer.model, decay=0.5)])
+        return trainer, checkpointer
+
+    whole, _ = build(before, "none")
+    whole.train(max_iter=6)
+    first, checkpointer = build(before, "out")
+    first.train(max_iter=3)
+    checkpointer.save("a", iteration=2)
+    second, checkpointer = build(now, "out")
+    checkpointer.resume_or_load("")
+    second.train(max_iter=6)
+    ends = [whole.state_dict(), second.state_dict()]
+    averages = [[*end["hooks"]["EMA"].values()] for end in ends]
+    assert_equal(*averages)
+    weights = [[*trainer.model.state_dict().values()] for trainer in (whole, second)]
+    assert_equal(*weights)
+
+
+class LossOf(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(x).square().mean()
+        return loss
 
 
 def test_of_a_parametrized_model_the_error_says_what_has_changed_its_names(

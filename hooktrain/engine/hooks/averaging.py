@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.checkpoint.loading import load_model_state
+from hooktrain.checkpoint.loading import OF_WRAPPERS, load_model_state
 from hooktrain.data.batches import Batches
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import EventStorage
@@ -188,4 +188,8 @@ def _refuse_another(hook: HookBase, model: nn.Module) -> None:
 
 def _shapes(state: Mapping[str, Any]) -> set[tuple[str, Any]]:
     # What get_extra_state() of a module returns has no shape.
-    return {(name, tuple(getattr(v, "shape", ()))) for name, v in state.items()}
+    shapes = set()
+    for name, value in state.items():
+        bare = OF_WRAPPERS.sub("", name)
+        shapes.add((bare, tuple(getattr(value, "shape", ()))))
+    return shapes
