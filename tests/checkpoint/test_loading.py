@@ -210,6 +210,37 @@ def test_the_model_is_found_in_files_of_all_kinds(
         assert torch.equal(model[0].weight, source[0].weight)
 
 
+@pytest.mark.parametrize("key", ["params_ema", "model_state_dict", "module", "net"])
+@pytest.mark.parametrize("has_model", [False, True])
+def test_weights_of_another_name_are_chosen(
+    key: str, has_model: bool, tmp_path: Path
+) -> None:
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    content: dict[str, Any] = {"epoch": 3, key: source.state_dict()}
+    if has_model:
+        content["model"] = nn.Linear(3, 2).state_dict()
+    path = save(tmp_path / "a.pth", content)
+    result = load_checkpoint(target, path, strict=True, key=key)
+    assert_equal(result, {"model": source.state_dict(), "epoch": 3})
+    assert torch.equal(target.weight, source.weight)
+
+
+@pytest.mark.parametrize("key", ["", "teachr"])
+def test_what_may_be_the_weights_is_named(key: str, tmp_path: Path) -> None:
+    state = nn.Linear(3, 2).state_dict()
+    content = {"epoch": 3, "student": state, "teacher": state, "args": {"lr": 0.1}}
+    path = save(tmp_path / "a.pth", content)
+    names = r"key=.*\['student', 'teacher', 'args'\]"
+    with pytest.raises(CorruptCheckpointError, match=names) as caught:
+        load_checkpoint(nn.Linear(3, 2), path, key=key)
+    assert f"no {key or 'model'!r}" in str(caught.value)
+    if not key:
+        with pytest.raises(CorruptCheckpointError, match=names):
+            Checkpointer(nn.Linear(3, 2)).load(path)
+    with pytest.raises(CorruptCheckpointError, match="'teacher'"):
+        load_checkpoint(nn.Linear(3, 2), save(path, state), key="teacher")
+
+
 class Counting(nn.Linear):
     seen = 0
 
