@@ -25,6 +25,7 @@ from hooktrain.engine.preflight import (
     without_masks,
 )
 from hooktrain.engine.train_loop import TrainerBase
+from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model
@@ -147,6 +148,8 @@ class ModelTrainer(TrainerBase):
     def before_train(self) -> None:
         """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
+        # The forward pass of a sharded model exchanges its parameters.
+        self._is_sharded = computes_together(self.model)
         self._trainable = trainable(self.model)
         log_modes(self.model)
         super().before_train()
@@ -163,9 +166,9 @@ class ModelTrainer(TrainerBase):
 
     def after_step(self) -> None:
         """Exchange metrics, call the hooks, and look for mistakes after each period."""
-        if self.ends_period:
+        if self.ends_period and not self._is_sharded:
             trained = trainable(self.model)
-            if not trained <= self._trainable:  # some are new, or were frozen
+            if not trained.keys() <= self._trainable.keys():  # new, or frozen before
                 self._trainable |= trained
                 check_parts(self.model, self.optim_wrapper)
         super().after_step()
