@@ -4,8 +4,6 @@ The images that it draws are in samples/ of the output folder, and in TensorBoar
 the real digits judges them at the end.
 """
 
-import torch
-
 from hooktrain.config import LazyCall as L
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.demos import (
@@ -14,10 +12,11 @@ from hooktrain.demos import (
     DigitsGAN,
     SampleQualityEvaluator,
     SampleWriter,
+    adam_for_each,
     fixed_latents,
     trained_digits_cnn,
 )
-from hooktrain.solver import LinearParamScheduler, get_default_optimizer_params
+from hooktrain.solver import LinearParamScheduler
 
 from .common.train import train
 
@@ -42,13 +41,9 @@ dataloader = dict(
 )
 
 # Each network has its own optimizer and schedule.
-optimizer = dict(
-    generator=L(torch.optim.Adam)(
-        params=L(get_default_optimizer_params)(), lr=7e-4, betas=(0.0, 0.99)
-    ),
-    discriminator=L(torch.optim.Adam)(
-        params=L(get_default_optimizer_params)(), lr=7e-4, betas=(0.0, 0.99)
-    ),
+optimizer = L(adam_for_each)(
+    generator=dict(lr=7e-4, betas=(0.0, 0.99)),
+    discriminator=dict(lr=7e-4, betas=(0.0, 0.99)),
 )
 lr_multiplier = dict(
     generator=L(LinearParamScheduler)(start_value=1.0, end_value=0.0),

@@ -28,6 +28,7 @@ from hooktrain.demos.digits import (
 from hooktrain.demos.gan import (
     DigitsGAN as DigitsGAN,
     SampleQualityEvaluator as SampleQualityEvaluator,
+    adam_for_each as adam_for_each,
     fixed_latents as fixed_latents,
 )
 from hooktrain.demos.imagenet import ImageClassifier as ImageClassifier

@@ -146,6 +146,21 @@ class DigitsGAN(nn.Module):
         return next(weights).device
 
 
+def adam_for_each(
+    model: nn.Module, **options: Mapping[str, Any]
+) -> dict[str, torch.optim.Adam]:
+    """An Adam for each of some submodules.
+
+    Args:
+        model: the model.
+        options: by the name of a submodule, the arguments of its optimizer.
+    """
+    return {
+        name: torch.optim.Adam(model.get_submodule(name).parameters(), **each)
+        for name, each in options.items()
+    }
+
+
 def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
     """Latents that are always the same, from a separate random generator.
 

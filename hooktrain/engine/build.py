@@ -107,7 +107,6 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
 
     - a ``LazyCall`` of an optimizer, whose ``params`` is a call that gets the ``model``, such as
       :func:`hooktrain.solver.get_default_optimizer_params`;
-    - a dict of these by name: each is for the submodule of that name;
     - a ``LazyCall`` without ``params``: a function that gets the ``model``, and returns an
       optimizer, or several by name. If it returns wrappers, they are not wrapped again.
 
@@ -119,15 +118,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
     Raises:
         TypeError: for an optimizer that has already been built.
     """
-    bare = unwrap_model(model)
-    described = cfg.optimizer
-    if isinstance(described, Mapping) and "_target_" not in described:
-        optimizer: Any = {
-            name: _instantiate_for(each, bare.get_submodule(name))
-            for name, each in described.items()
-        }
-    else:
-        optimizer = _instantiate_for(described, bare)
+    optimizer = _instantiate_for(cfg.optimizer, unwrap_model(model))
     train = cfg.train
     wrap: Callable[..., OptimWrapper] = OptimWrapper
     if train.amp.enabled:
@@ -141,10 +132,10 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
 
 def _instantiate_for(described: Any, model: nn.Module) -> Any:
     """Build the optimizer of a model; the model is put into a copy of the configuration."""
-    if not isinstance(described, Mapping):
+    if not isinstance(described, Mapping) or "_target_" not in described:
         raise TypeError(
-            "cfg.optimizer must be a LazyCall of an optimizer, or a dict of these, since "
-            f"the model is built before it, not {described!r}"
+            "cfg.optimizer must be a LazyCall of an optimizer, or of a function of the model that "
+            f"returns several by name, since the model is built before it, not {described!r}"
         )
     if "params" not in described:
         return instantiate({**described, "model": model})

@@ -506,7 +506,7 @@ def test_several_optimizers_come_from_the_configuration(folder: Path) -> None:
         (group,) = wrapper.param_groups
         part = trainer.model.get_submodule(name)
         assert set(group["params"]) == set(part.parameters())
-    assert "model" not in cfg.optimizer.generator.params  # it stays plain data
+    assert "model" not in cfg.optimizer  # it stays plain data
     trainer.train(max_iter=3)
     assert [w.inner_count for w in wrappers.values()] == [3, 6]
     rates = {
