@@ -3,20 +3,20 @@
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain
 from operator import length_hint
 from typing import Any
 
 import numpy as np
 import torch
-from torch.testing import assert_close
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hooktrain.data.loader import TrainLoader
 from hooktrain.data.samplers import is_undivided
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
+from hooktrain.utils.tensors import checksum, map_leaves
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ GENERATORS = (
 )
 
 SAME_BATCHES = (
-    "The first two batches are the same. If each worker reads all of a stream, divide it by "
-    "torch.utils.data.get_worker_info()"
+    "Ranks or workers have read the same first batch. If each reads all of a stream, divide it by "
+    "comm.data_parallel_rank() and torch.utils.data.get_worker_info()"
 )
 EQUAL_RANKS = (
     "%s divides nothing among the ranks: unless each has a part of the data of its own, take "
@@ -64,6 +64,7 @@ class Batches(Iterator[Any]):
     Attributes:
         loader: the loader.
         epoch: how many times the loader was exhausted.
+        first: the checksums of the first batches of a ``DataLoader``, of up to two workers.
     """
 
     def __init__(self, loader: Iterable[Any], name: str = "data") -> None:
@@ -72,6 +73,10 @@ class Batches(Iterator[Any]):
         self.epoch = 0
         self._taken = 0  # the batches of this epoch
         self._iterator: Iterator[Any] | None = None
+        self.first: list[int] = []
+        self._compared = 0
+        if isinstance(loader, DataLoader):
+            self._compared = min(max(loader.num_workers, 1), 2)
         if isinstance(loader, TrainLoader):
             # They are counted here, so that no other iterator moves the position.
             loader.is_counted = False
@@ -90,8 +95,6 @@ class Batches(Iterator[Any]):
             if self.epoch > 0:
                 self._set_epoch()
             self._iterator = start_workers(self.loader)
-            if self.epoch == 0 and getattr(self.loader, "num_workers", 0) > 1:
-                self._iterator = _compare_first_two(self._iterator)
         return self._iterator
 
     def _set_epoch(self) -> None:
@@ -116,6 +119,8 @@ class Batches(Iterator[Any]):
                 self._iterator = None
             else:
                 self._taken += 1
+                if len(self.first) < self._compared:
+                    self.first.append(_checksum(batch))
                 if isinstance(self.loader, TrainLoader):
                     self.loader.batches += 1
                 return batch
@@ -202,15 +207,23 @@ def _refuse_loaders(loader: Iterable[Any]) -> None:
         )
 
 
-def _compare_first_two(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield all batches, and warn if the first two, which two workers have made, are equal."""
-    first = None
-    for batch in islice(batches, 2):
-        # An AssertionError: they differ. A TypeError: they are not made of numbers.
-        with suppress(AssertionError, TypeError):
-            assert_close(first, batch, rtol=0, atol=0)
-            logger.warning(SAME_BATCHES)
-        first = batch
-        yield batch
-    del first
-    yield from batches
+def warn_of_equal_batches(batches: Batches) -> None:
+    """Warn if ranks or workers have read the same first batch. A collective."""
+    # Ranks that compute a batch together read the same.
+    parts = dict(comm.all_gather((comm.data_parallel_rank(), batches.first)))
+    first = list(filter(None, chain.from_iterable(parts.values())))
+    if len(set(first)) < len(first):
+        logger.warning(SAME_BATCHES)
+
+
+def _checksum(batch: Any) -> int:
+    """A number for the tensors of a batch; 0 if it has none that is dense."""
+    numbers: list[int] = []
+
+    def add(_: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            numbers.append(checksum(leaf))
+        return leaf
+
+    map_leaves(add, batch)
+    return hash(tuple(numbers)) if any(numbers) else 0

@@ -150,13 +150,8 @@ class InferenceSampler(Sampler[int]):
     """
 
     def __init__(self, size: int) -> None:
-        world = comm.data_parallel_size()
-        rank = comm.data_parallel_rank()
-        share, left = divmod(size, world)  # the first `left` ranks have one more
-        begin = rank * share + min(rank, left)
-        if rank < left:
-            share += 1
-        self._local = range(begin, begin + share)
+        parts = torch.arange(size).tensor_split(comm.data_parallel_size())
+        self._local: list[int] = parts[comm.data_parallel_rank()].tolist()
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._local)

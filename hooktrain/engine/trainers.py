@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooktrain.data.batches import Batches, warn_of_equal_samples
+from hooktrain.data.batches import Batches, warn_of_equal_batches, warn_of_equal_samples
 from hooktrain.engine.hook_base import State
 from hooktrain.engine.hook_list import hook_states
 from hooktrain.engine.losses import NONFINITE_HINT
@@ -179,6 +179,7 @@ class ModelTrainer(TrainerBase):
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, self._first_versions)
             warn_of_own_buffers(self.model)
+            warn_of_equal_batches(self._data_loader_iter)
             self._first_versions = {}
 
     def _check_mode(self) -> None:

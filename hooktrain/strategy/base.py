@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import is_sharded
+from hooktrain.utils.tensors import checksum
 
 logger = logging.getLogger(__name__)
 
@@ -281,11 +280,8 @@ def warn_of_own_buffers(model: nn.Module) -> None:
     saved = bare.state_dict()
     checksums = {}
     for name, buffer in bare.named_buffers():
-        is_whole = buffer.layout is torch.strided and not is_sharded(buffer)
-        if name in saved and is_whole and not name.endswith(_STATISTICS):
-            # Host-device synchronisation.
-            numbers: Any = buffer.cpu().flatten().view(torch.uint8).numpy()
-            checksums[name] = crc32(numbers)
+        if name in saved and not name.endswith(_STATISTICS):
+            checksums[name] = checksum(buffer)  # host-device synchronisation
     ranks = comm.all_gather(checksums)
     different = [name for name in checksums if len({of[name] for of in ranks}) > 1]
     if different:

@@ -10,6 +10,7 @@ from itertools import combinations
 from operator import setitem
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,15 @@ def device_of(tensor: Tensor) -> torch.device:
     if is_sharded(tensor):
         return torch.device(tensor.device_mesh.device_type)  # type: ignore[attr-defined]
     return tensor.device
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number for the bytes of a tensor; 0 if it is sharded or sparse."""
+    if is_sharded(tensor) or tensor.layout is not torch.strided:
+        return 0
+    # Host-device synchronisation.
+    numbers: Any = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+    return crc32(numbers)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

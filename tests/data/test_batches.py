@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
 from hooktrain.data import TrainingSampler, build_train_loader
-from hooktrain.data.batches import Batches, warn_of_equal_samples
+from hooktrain.data.batches import Batches, warn_of_equal_batches, warn_of_equal_samples
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
 
@@ -194,17 +194,62 @@ def test_a_single_process_saves_its_position_without_a_warning() -> None:
     assert warnings_of_a_start() == []
 
 
-@pytest.mark.parametrize(
-    ("data", "workers", "count"),
-    [(WithoutState(), 2, 1), (Numbers(), 2, 0), ([7] * 10, 1, 0), ([7] * 10, 0, 0)],
-)
-def test_workers_that_read_the_same_are_told_once_how_to_share(
-    data: Any, workers: int, count: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    batches = Batches(DataLoader(data, 2, num_workers=workers))
-    for number in (2, 10):
-        assert len(list(islice(batches, number))) == number
-        assert caplog.text.count("get_worker_info") == count
+def texts_by(warn: Callable[[Any], None], given: Any) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hooktrain.data.batches")
+    logger.addHandler(handler)
+    warn(given)
+    logger.removeHandler(handler)
+    return told
+
+
+def told_of_equal_batches(*loaders: Any) -> list[int]:
+    return [len(texts_by(warn_of_equal_batches, after_three(each))) for each in loaders]
+
+
+def after_three(loader: Any) -> Batches:
+    batches = Batches(loader)
+    assert len(list(islice(batches, 3))) == 3
+    return batches
+
+
+class Words(IterableDataset[Any]):
+    def __init__(self, word: Any) -> None:
+        self.word = word
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [self.word] * 4
+
+
+def loaders_of_streams() -> list[int]:
+    data: Any = range(40)
+    rank, size = comm.get_rank(), comm.get_world_size()
+    sampler = DistributedSampler(data, size, rank, shuffle=False)
+    return told_of_equal_batches(
+        DataLoader(WithoutState(), 2, num_workers=2),
+        DataLoader(WithoutState(), 2),
+        DataLoader(Numbers(), 2, num_workers=2),
+        DataLoader(data, 2, sampler=sampler, num_workers=1),
+        DataLoader([7] * 10, 2),  # type: ignore[arg-type]
+        build_train_loader(data, total_batch_size=2),
+        [torch.zeros(2)] * 4,
+        DataLoader(Words("a"), batch_size=None, num_workers=2),
+        DataLoader(Words(torch.eye(2).to_sparse()), batch_size=None),
+    )
+
+
+def in_one_part() -> list[int]:
+    comm.set_data_part(0, 1)
+    return told_of_equal_batches(DataLoader(WithoutState(), 2))
+
+
+def test_ranks_and_workers_that_read_the_same_are_told_how_to_share() -> None:
+    assert loaders_of_streams() == [1] + [0] * 8
+    # Two ranks that each read all of it; the numbers too are the same on both.
+    assert run_ranks(loaders_of_streams, 2) == [[1, 1, 1, 0, 1, 0, 0, 0, 0]] * 2
+    assert run_ranks(in_one_part, 2) == [[0], [0]]
 
 
 class Epochs(Dataset[int]):
@@ -244,18 +289,7 @@ class Pids(Dataset[int]):
 
 
 def told_of_equal_samples(*loaders: Any) -> list[list[str]]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hooktrain.data.batches")
-    logger.addHandler(handler)
-    counts = []
-    for loader in loaders:
-        warn_of_equal_samples(loader)
-        counts.append([*told])
-        told.clear()
-    logger.removeHandler(handler)
-    return counts
+    return [texts_by(warn_of_equal_samples, loader) for loader in loaders]
 
 
 class Backwards(Sampler[int]):

@@ -1,6 +1,7 @@
 """Model and optimizer that do not belong together are refused, or warned about."""
 
 import logging
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from gloo import run_ranks
 from hooktrain.engine import SimpleTrainer, create_ddp_model
@@ -137,6 +139,29 @@ def test_ranks_that_train_apart_or_have_own_buffers_are_told_so_once() -> None:
     for apart, buffers in run_ranks(warnings_of_two_ranks, 2):
         assert "create_ddp_model" in apart
         assert buffers.endswith("['queue']")
+
+
+class Undivided(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(batches(4))
+
+
+def warnings_of_one_stream() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+    model = create_ddp_model(LinearLoss())
+    trainer = SimpleTrainer(model, DataLoader(Undivided(), None), sgd(model))
+    trainer.sync_period = 1
+    trainer.train(max_iter=3)
+    return told
+
+
+def test_ranks_that_read_one_stream_are_told_so_once() -> None:
+    for told in run_ranks(warnings_of_one_stream, 2):
+        (text,) = told
+        assert "comm.data_parallel_rank()" in text
 
 
 class Base:
