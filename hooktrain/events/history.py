@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from math import isnan, nan
+from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ _MAX_SAVED = 1000  # values of a metric in a checkpoint
 
 
 class HistoryBuffer:
-    """The last values of a metric.
+    """The last values of a metric, and the mean of all its values.
 
     A window has so many iterations and ends with the last value's. Its median and mean are NaN
-    while one of its values is NaN.
+    while one of its values is NaN. The global average is that of the finite values only, so one NaN
+    does not spoil it for good.
 
     Args:
         max_length: how many values to keep, at least 1. The oldest are dropped.
@@ -43,6 +44,8 @@ class HistoryBuffer:
         self.result = result
         self.pending: list[tuple[Any, int]] = []
         self.count = 0
+        self._finite_count = 0
+        self._finite_sum = 0.0
         self.written: dict[str, int] = {}
         self.shown: dict[tuple[int, int], list[Entry]] = {}
 
@@ -62,6 +65,14 @@ class HistoryBuffer:
         self._data.extend(entries)
         self.shown.clear()
         self.count += len(entries)
+        count = self._finite_count
+        total = self._finite_sum
+        for value, _ in entries:
+            if isfinite(value):
+                count += 1
+                total += value
+        self._finite_count = count
+        self._finite_sum = total
 
     def latest(self) -> float:
         """The value that was added last.
@@ -87,8 +98,10 @@ class HistoryBuffer:
         return sum(values) / len(values)
 
     def global_avg(self) -> float:
-        """The mean of all values that are kept."""
-        return statistics.fmean(value for value, _ in self._data)
+        """The mean of all finite values ever added; NaN if there are none."""
+        if self._finite_count == 0:
+            return nan
+        return self._finite_sum / self._finite_count
 
     def values(self) -> list[Entry]:
         """The values that are kept, as pairs (value, iteration), the oldest first."""
@@ -110,7 +123,7 @@ class HistoryBuffer:
         return newest_first[::-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The last 1000 values, and how many there were.
+        """The last 1000 values, and the count and sum of the global average.
 
         Returns:
             ``values`` (float64) and ``iterations`` (int64) are tensors of one dimension,
@@ -126,6 +139,8 @@ class HistoryBuffer:
             "reproducible": self.reproducible,
             "result": self.result,
             "count": self.count,
+            "non_finite_count": self.count - self._finite_count,
+            "finite_sum": self._finite_sum,
             "written": dict(self.written),
         }
 
@@ -141,4 +156,6 @@ class HistoryBuffer:
         self.reproducible = state_dict.get("reproducible", True)
         self.result = state_dict.get("result", self.result)
         self.count = state_dict["count"]
+        self._finite_count = self.count - state_dict["non_finite_count"]
+        self._finite_sum = state_dict["finite_sum"]
         self.written = dict(state_dict["written"])

@@ -38,6 +38,11 @@ def test_median_and_avg_agree_with_numpy_over_every_window() -> None:
     assert history.global_avg() == pytest.approx(np.mean(values), rel=1e-14)
 
 
+def test_the_global_average_recovers_from_a_nan_and_an_infinity() -> None:
+    assert filled(1.0, math.nan, math.inf, -math.inf, 3.0).global_avg() == 2.0
+    assert math.isnan(filled(math.nan).global_avg())
+
+
 def test_windows_of_iterations_end_at_the_last_value() -> None:
     history = HistoryBuffer()
     for iteration in (0, 10, 10, 29):
@@ -321,6 +326,7 @@ def test_a_loaded_storage_gives_the_same_answers(
     assert smoothed[0] == smoothed[1]
     assert loaded.smoothing_hints() == storage.smoothing_hints()
     assert loaded.history("loss").values() == storage.history("loss").values()[-1000:]
+    assert loaded.history("loss").global_avg() == storage.history("loss").global_avg()
 
 
 def test_a_state_of_an_earlier_revision_has_results_apart(tmp_path: Path) -> None:
