@@ -199,9 +199,7 @@ def join_processes(
     )
     atexit.register(_leave_at_exit)
     comm.object_group(timeout)
-    os.environ.update(
-        LOCAL_RANK=str(info.local_rank), LOCAL_WORLD_SIZE=str(info.local_world_size)
-    )
+    comm.set_local_rank(info.local_rank, info.local_world_size)
 
 
 def meeting_place(

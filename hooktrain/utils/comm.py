@@ -74,6 +74,19 @@ def _data_share() -> tuple[int, int]:
     return _data_shares.get(dist.group.WORLD, own)
 
 
+def set_local_rank(rank: int, size: int) -> None:
+    """Say which ranks share a machine, in ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as torchrun does.
+
+    :func:`hooktrain.engine.launch` and the strategies do so. It is for a script that has joined its
+    process group by itself.
+
+    Args:
+        rank: the rank of this process on its machine, from 0.
+        size: the number of ranks on the machine.
+    """
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+
+
 def get_local_rank() -> int:
     """The rank of this process on its machine, from ``LOCAL_RANK``.
 
@@ -96,8 +109,8 @@ def _local_number(variable: str, alone: int) -> int:
     if get_world_size() == 1:
         return alone
     raise RuntimeError(
-        "it is unknown which ranks share a machine: start them by launch() or torchrun, or set "
-        f"the environment variable {variable}"
+        "it is unknown which ranks share a machine: start them by launch() or torchrun, or call "
+        "comm.set_local_rank()"
     )
 
 

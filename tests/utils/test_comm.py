@@ -92,6 +92,7 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
 
 
 def visit_local_ranks() -> None:
+    rank = comm.get_rank()
     for ask in (comm.get_local_rank, comm.get_local_size):
         with pytest.raises(RuntimeError, match=r"launch\(\)"):
             ask()
@@ -99,6 +100,8 @@ def visit_local_ranks() -> None:
         patch.setenv("LOCAL_RANK", "7")
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         assert (comm.get_local_rank(), comm.get_local_size()) == (7, 8)
+        comm.set_local_rank(rank % 2, 2)
+        assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 2, 2)
 
 
 def test_a_rank_has_a_place_on_its_machine() -> None:
