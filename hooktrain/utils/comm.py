@@ -75,10 +75,10 @@ def _data_share() -> tuple[int, int]:
 
 
 def set_local_rank(rank: int, size: int) -> None:
-    """Say which ranks share a machine, in ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as torchrun does.
+    """Say which ranks share a machine, for a script that has joined its process group by itself.
 
-    :func:`hooktrain.engine.launch` and the strategies do so. It is for a script that has joined its
-    process group by itself.
+    It sets ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as torchrun, the strategies and
+    :func:`hooktrain.engine.launch` do.
 
     Args:
         rank: the rank of this process on its machine, from 0.
@@ -90,7 +90,7 @@ def set_local_rank(rank: int, size: int) -> None:
 def get_local_rank() -> int:
     """The rank of this process on its machine, from ``LOCAL_RANK``.
 
-    :func:`hooktrain.engine.launch` and the strategies set the variable, as torchrun does.
+    See :func:`set_local_rank`.
 
     Raises:
         RuntimeError: if there are several processes, and it is not set.
