@@ -32,6 +32,7 @@ _OF_THE_MACHINE = re.compile(
 )
 
 _CUT = "Rows of %s newer than the checkpoint, cut, computed again and compared: %d"
+_LOST = "METRICS ARE LOST: %s has %d of %d bytes"
 _EXACT = "Resumed exactly: %d rows computed again are equal"
 _NOT_EXACT = (
     "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is expected "
@@ -81,14 +82,12 @@ class JSONWriter(ScalarWriter):
             row = {**metrics, "iteration": iteration}
             for name in filter(is_loss, metrics):
                 if histories[name].smoothing_hint:
-                    mean = histories[name].avg(self._window_size)
-                    row.setdefault("mean_loss", mean)
+                    row.setdefault("mean_loss", histories[name].avg(self._window_size))
                     break
             rows.append(row)
         if rows:
             text = "".join(map(_encode, rows))
-            size = self._append(text.encode())
-            storage.file_sizes[self.name] = size
+            storage.file_sizes[self.name] = self._append(text.encode())
         for row in rows:
             self._compare(row, storage)
 
@@ -154,8 +153,7 @@ class JSONWriter(ScalarWriter):
                 file.write(whole)
         storage.file_sizes[self.name] = len(whole)
         if len(data) < size:
-            lost = "METRICS ARE LOST: %s has %d of %d bytes"
-            logger.error(lost, self._path, len(data), size)
+            logger.error(_LOST, self._path, len(data), size)
 
     def _with_late_row(self, lines: list[Line], size: int, iteration: int) -> int:
         """The saved size, with the row of the saved iteration if it was written after the save.

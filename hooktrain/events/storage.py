@@ -296,6 +296,7 @@ class EventStorage:
 
     def __enter__(self) -> "EventStorage":
         self._owners = {}
+        self.written = -1
         outer = _entered.get()
         _entered.set((*outer, self))
         return self

@@ -475,6 +475,48 @@ def test_a_metric_that_is_put_after_the_writers_is_told_of_once(
     assert at == ([0, 2, 4, 5] if is_late else [1, 3, 5])
 
 
+def test_no_metric_is_late_in_a_run_that_goes_back_to_an_iteration_that_was_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = CallbackHook(after_step=lambda t: t.storage.put_scalar("again", 1.0))
+    trainer = Idle(put, PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], 2))
+    with caplog.at_level(logging.INFO):
+        trainer.train(0, 4)
+        trainer.load_state_dict({**trainer.state_dict(), "iteration": 1})
+        trainer.train(max_iter=4)
+    assert "put after the writers" not in caplog.text
+
+
+@pytest.mark.parametrize("stops_at", [None, 4])
+def test_a_finished_run_that_is_extended_keeps_the_row_of_its_last_evaluation(
+    stops_at: int | None, tmp_path: Path
+) -> None:
+    def train(max_iter: int, stops_at: int | None = None) -> None:
+        def stop(trainer: Any) -> None:
+            if trainer.iter == stops_at:
+                trainer.request_stop("enough")
+
+        trainer = Idle(CallbackHook(after_step=stop))
+        saver = Checkpointer(nn.Linear(1, 1), tmp_path, trainer=trainer)
+        trainer.register_hooks(
+            [
+                EvalHook(4, lambda: {"accuracy": float(trainer.done)}),
+                PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], 4),
+                PeriodicCheckpointer(saver, 4),
+            ]
+        )
+        saver.resume_or_load("")
+        trainer.train(max_iter=max_iter)
+
+    train(7, stops_at)
+    end = 5 if stops_at else 7
+    for max_iter in (end, 9):  # it is complete, and then goes on
+        train(max_iter)
+    rows = load_json_metrics(tmp_path / "metrics.json")
+    assert [row["iteration"] for row in rows] == [3, end - 1, 7, 8]
+    assert [row["accuracy"] for row in rows] == [4, end, 8, 9]
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
