@@ -5,7 +5,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -49,14 +48,15 @@ def update_bn_stats(
     layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
-    # For each channel of all layers: the number of values, their sum, and the sum of their
-    # squares, in float64, so that little cancels if the mean is large.
-    sizes = [layer.num_features for layer in layers]
-    sums = layers[0].running_mean.new_zeros((3, sum(sizes)), dtype=torch.float64)
-    of_layers = dict(zip(layers, sums.split(sizes, dim=1), strict=True))
+    # For each channel: the number of values, their sum, and the sum of their squares, in float64,
+    # so that little cancels if the mean is large.
+    sums: dict[Any, Tensor] = {}
+    for layer in layers:
+        zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
+        sums[layer] = torch.stack([zeros] * 3)
 
     def observe(layer: nn.Module, args: tuple[Tensor]) -> None:
-        of_layers[layer] += _sums_of(args[0])
+        sums[layer] += _sums_of(args[0])
 
     hooks = [layer.register_forward_pre_hook(observe) for layer in layers]
     move = mover_to(model)
@@ -73,9 +73,8 @@ def update_bn_stats(
         raise ValueError(
             f"a data_loader is too short: this one has {seen} of num_iters={num_iters} batches"
         )
-    if comm.get_world_size() > 1:
-        dist.all_reduce(sums)
-    for layer, (count, total, square) in of_layers.items():
+    for layer, own in sums.items():
+        count, total, square = comm.all_reduce(own)
         if count[0] > 0:  # a host-device synchronisation
             mean = total / count
             variance = square / count - mean**2

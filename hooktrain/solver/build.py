@@ -12,6 +12,7 @@ from hooktrain.solver.param_groups import (
     get_default_optimizer_params as get_default_optimizer_params,
     reduce_param_groups as reduce_param_groups,
 )
+from hooktrain.utils.names import check_count
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def as_optim_wrapper(
     )
 
 
-def scale_lr(optim_wrapper: Wrappers, batch: float, base_batch: float | None) -> None:
+def scale_lr(optim_wrapper: Wrappers, batch: int, base_batch: Any) -> None:
     """Multiply the learning rates of one or several optimizers by a ratio of batch sizes.
 
     This is the linear rule of `Goyal et al. <https://arxiv.org/abs/1706.02677>`_. Call it
@@ -59,14 +60,11 @@ def scale_lr(optim_wrapper: Wrappers, batch: float, base_batch: float | None) ->
         base_batch: those for which the rates were chosen.
 
     Raises:
-        ValueError: if one of the two is not known, or not above 0.
+        ValueError: if one of the two is not a whole number above 0.
         RuntimeError: if a scheduler has noted a rate already.
     """
-    if not base_batch or batch <= 0 or base_batch < 0:
-        raise ValueError(
-            "auto_scale_lr needs the batch size of the loader, and base_batch_size, but "
-            f"these are {batch!r} and {base_batch!r}"
-        )
+    check_count("the batch size of the loader", batch)
+    check_count("base_batch_size of auto_scale_lr", base_batch)
     ratio = batch / base_batch
     logger.info("The batch is %g times as large: so are learning rates", ratio)
     for wrapper in wrappers_by_name(optim_wrapper).values():

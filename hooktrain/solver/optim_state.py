@@ -86,15 +86,15 @@ def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> dict[str
         ours = settings_of(group)
         kernel = {name: ours[name] for name in KERNEL_SETTINGS if name in ours}
         members = [key_of[parameter] for parameter in group["params"]]
-        used = ours
+        settings: ParamGroup = {}
         for key in members:
-            used = {**ours, **settings_at[key]}
-            if settings_at[key] != settings_at[members[0]]:
+            settings = settings_at[key]
+            if settings != settings_at[members[0]]:
                 raise ValueError(
                     f"{members[0]} and {key} are in one group, and were in groups of different "
                     f"settings: group them as before, or {WITHOUT_OPTIMIZER}"
                 )
-        groups.append({**used, **kernel, "params": members})
+        groups.append({**ours, **settings, **kernel, "params": members})
     state = {saved_as.get(key, key): item for key, item in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
 
@@ -162,12 +162,11 @@ def without_schedules(state: State) -> dict[str, Any]:
         return {name: without_schedules(one) for name, one in state.items()}
     groups = []
     for group in state["param_groups"]:
-        scheduled = {key.removeprefix("initial_") for key in group if "initial_" in key}
-        kept = dict(group)
-        for key in {"lr", *scheduled}:
-            kept.pop(key, None)
-            kept.pop(f"initial_{key}", None)
-        groups.append(kept)
+        scheduled = {key for key in group if f"initial_{key}" in group} | {"lr"}
+        settings = group.items()
+        groups.append(
+            {k: v for k, v in settings if k.removeprefix("initial_") not in scheduled}
+        )
     return {**state, "param_groups": groups}
 
 

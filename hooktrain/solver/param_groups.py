@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
-from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -156,16 +155,10 @@ def _given(**settings: float | None) -> ParamGroup:
 
 
 def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
-    known: list[str] = []
-    for names, _, _ in walk_parameters(model):
-        known += _keys(names)
-    for name in overrides:
-        if name not in known:
-            logger.warning(
-                "overrides: %r is not a parameter of the model%s",
-                name,
-                did_you_mean(name, known),
-            )
+    known = [key for names, _, _ in walk_parameters(model) for key in _keys(names)]
+    unused = overrides.keys() - known
+    if unused:
+        logger.warning("overrides are for no parameter of the model: %s", unused)
 
 
 def _keys(names: list[str]) -> list[str]:

@@ -125,18 +125,15 @@ def test_a_wrong_argument_is_refused(kwargs: dict[str, Any], message: str) -> No
         get_default_optimizer_params(Net(), **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("head.wieght", "'head.weight'"), ("scales", "'scale'"), ("head", "'head'")],
-)
+@pytest.mark.parametrize("name", ["head.wieght", "scales", "head"])
 def test_an_override_of_nothing_is_a_warning(
-    name: str, message: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rules = {name: {"lr": 9.0}, "scale": {"lr": 0.5}}
     found = options(Net(), base_lr=0.1, overrides=rules)
     assert found["scale"] == {"lr": 0.5}
     assert found["head.weight"] == {"lr": 0.1}
-    assert message in caplog.text
+    assert f"no parameter of the model: {{'{name}'}}" in caplog.text
 
 
 def test_shared_parameters_answer_to_each_of_their_names() -> None:

@@ -61,5 +61,7 @@ def test_rates_that_a_scheduler_has_noted_are_not_multiplied() -> None:
     StepLR(noted.optimizer, step_size=1)
     with pytest.raises(RuntimeError, match="scheduler"):
         scale_lr(OptimWrapperDict(first=first, noted=noted), 8, 4)
-    with pytest.raises(ValueError, match="base_batch_size"):
+    with pytest.raises(ValueError, match=r"batch size of the loader .* 0"):
         scale_lr(first, 0, 4)
+    with pytest.raises(ValueError, match=r"base_batch_size .* None"):
+        scale_lr(first, 4, None)
