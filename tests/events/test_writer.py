@@ -89,6 +89,22 @@ def test_what_a_tracker_refuses_is_delivered_later_once_and_in_order() -> None:
     assert service.rows == ROWS
 
 
+def test_of_the_rows_that_wait_for_a_tracker_the_newest_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hooktrain.events.writer._MAX_UNDELIVERED", 3)
+    service = Service(0, 1)
+    writer = FunctionWriter(service.log, window_size=1)
+    with EventStorage() as storage:
+        for period in ((0, 1), (2, 3)):
+            put(storage, *period)
+            with pytest.raises(ConnectionError):
+                writer.write()
+        put(storage, 4, 5)
+        writer.write()
+    assert service.rows == ROWS[3:]
+
+
 def test_what_waits_for_a_tracker_is_in_the_checkpoint() -> None:
     service = Service(1)
     with EventStorage() as storage:
