@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from crash_scripts import SCRIPTS, Variant
-from crash_store import Proxy
+from crash_store import Proxy, environment
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from hooktrain.checkpoint.resume import checkpoint_names, read_pointer
@@ -80,6 +80,8 @@ class AtCall:
 
 def main(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     """What each rank does."""
+    if variant.port:
+        os.environ.update(environment(variant.port))
     if at_call is not None and comm.get_rank() == at_call.rank % comm.get_world_size():
         at_call.install(folder)
     SCRIPTS[variant.script].main(folder, variant)

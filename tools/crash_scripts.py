@@ -3,7 +3,7 @@
 Each trains a small network on the digits. Called again, it goes on where its folder was left.
 """
 
-import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import train_net
-from crash_store import environment
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -155,8 +154,6 @@ def core(folder: str, variant: Variant) -> None:
     }
     if variant.store:
         options["train.store"] = variant.store
-    if variant.port:
-        os.environ.update(environment(variant.port))
     if variant.streams:
         name = f"{stream_loader.__module__}.{stream_loader.__qualname__}"
         options["dataloader.train"] = {"_target_": name, "num_workers": variant.workers}
@@ -280,8 +277,15 @@ class Trainer(detectron2.DefaultTrainer):
 
     def build_hooks(self) -> list[Any]:
         """The default hooks, and one that ends a run that hangs."""
-        self.checkpointer.sharded = self.cfg.VARIANT.sharded
-        self.checkpointer.background = self.cfg.VARIANT.background
+        variant = self.cfg.VARIANT
+        self.checkpointer = detectron2.DetectionCheckpointer(
+            self.model,
+            self.cfg.OUTPUT_DIR,
+            sharded=variant.sharded,
+            background=variant.background,
+            store=variant.store,
+            trainer=weakref.proxy(self),
+        )
         return [*super().build_hooks(), hooks.Watchdog(WATCHDOG_SECONDS)]
 
 
@@ -365,6 +369,7 @@ def step_trainer(folder: str, variant: Variant) -> None:
         folder,
         sharded=variant.sharded,
         background=variant.background,
+        store=variant.store,
         trainer=trainer,
     )
 

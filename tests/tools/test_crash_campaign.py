@@ -59,9 +59,10 @@ def test_runs_that_random_faults_strike_end_as_undisturbed_ones(
 def test_runs_whose_machines_are_lost_go_on_from_their_store(
     tool: Any, tmp_path: Path
 ) -> None:
-    campaign = tool.LostMachines(5, 4, tmp_path, rounds=(1, 1))
+    campaign = tool.LostMachines(17, 4, tmp_path, rounds=(1, 1))
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(campaign.attempt, [1, 2]))  # the second with any number of ranks
+        # Of a DefaultTrainer, and with any number of ranks.
+        list(pool.map(campaign.attempt, [1, 2]))
     assert campaign.failures == []
     assert campaign.struck.total() >= 1
 
