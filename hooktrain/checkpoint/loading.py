@@ -9,6 +9,7 @@ import socket
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,104 @@ State = dict[str, Any]
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A checkpoint in one file, which every rank reads as a whole.
+
+    Attributes:
+        path: of the file.
+        seen_as: the machine and the number of the file there. On two ranks it is the same if they
+            see the same file.
+        ending: the size of the file, and the checksum of its last bytes, in which torch has the
+            checksums of its parts. On two machines it is the same if the files are equal.
+    """
+
+    path: str
+    seen_as: tuple[Any, ...] = ()
+    ending: tuple[int, ...] = ()
+
+    def verify(self, part: int, parts: int, *, sizes_only: bool = False) -> None:
+        """Compare the checksums in the file. All of it is in the first part.
+
+        Args:
+            part: which part to read, from 0, if the ranks divide the work among themselves.
+            parts: the number of parts.
+            sizes_only: whether the data of tensors will not be read, so that the sizes of the
+                shards are enough. A file is verified as a whole.
+
+        Raises:
+            CorruptCheckpointError: if it is broken.
+            OSError: if it cannot be opened.
+        """
+        if part == 0:
+            verify_file(self.path)
+
+    def read(
+        self,
+        model: nn.Module | None,
+        map_location: str | torch.device = "cpu",
+        key: str = "",
+    ) -> State:
+        """Load the verified file, with the model's state under ``"model"``. Not collective.
+
+        Args:
+            model: the model to load. Tensors that are copied into it stay in the mapped file, as do
+                those of which a rank takes a shard. All others are copied into memory, since the
+                object that loads them may keep them.
+            map_location: the device on which the tensors arrive.
+            key: see :func:`load_checkpoint`.
+
+        Raises:
+            CorruptCheckpointError: if it is broken, or holds no model's state.
+        """
+        mapped = model is not None or map_location == "meta"
+        content = load_verified(self.path, map_location, mapped=mapped)
+        state = with_model(content, self.path, key)
+        return state if model is None else _copy_kept(state, shards_of(model))
+
+
+class CheckpointFolder(CheckpointFile):
+    """A folder of shards on a disk that all ranks see."""
+
+    def verify(self, part: int, parts: int, *, sizes_only: bool = False) -> None:
+        """Compare the digests of the files of one part, or their sizes alone."""
+        from hooktrain.checkpoint.folders import verify_folder
+
+        verify_folder(self.path, part, parts, sizes_only=sizes_only)
+
+    def read(
+        self,
+        model: nn.Module | None,
+        map_location: str | torch.device = "cpu",
+        key: str = "",
+    ) -> State:
+        """Load the verified folder. If the model is sharded, a rank reads its shards only."""
+        from hooktrain.checkpoint.folders import read_folder
+
+        return with_model(read_folder(self.path, model, map_location), self.path, key)
+
+
+def open_checkpoint(path: str) -> CheckpointFile:
+    """The file or folder of shards that a path is, intact or not.
+
+    Raises:
+        IsADirectoryError: for a folder that holds no checkpoint itself.
+        FileNotFoundError: if there is none.
+    """
+    if is_folder(path):
+        return CheckpointFolder(path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(
+            f"{path!r} is not a checkpoint: give one of {os.listdir(path)}"
+        )
+    found = os.stat(path)
+    with open(path, "rb") as file:
+        file.seek(max(0, found.st_size - _ENDING_BYTES))
+        ending = (found.st_size, zlib.crc32(file.read()))
+    seen_as = (socket.gethostname(), found.st_dev, found.st_ino)
+    return CheckpointFile(path, seen_as, ending)
+
+
 def read_checkpoint(
     path: str, map_location: str | torch.device = "cpu", key: str = ""
 ) -> State:
@@ -57,9 +156,9 @@ def read_checkpoint(
         IsADirectoryError: for a folder that holds no checkpoint itself.
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
-    _identify(path)
-    _verify(path, sizes_only=map_location == "meta")
-    return _read(path, None, map_location, key)
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify(0, 1, sizes_only=map_location == "meta")
+    return checkpoint.read(None, map_location, key)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
@@ -78,78 +177,16 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
         OSError: on every rank, if one cannot open it.
     """
     rank = comm.get_rank()
-    seen = on_all_ranks(partial(_identify, path))
+    seen = on_all_ranks(partial(open_checkpoint, path))
     # Each rank takes its shards of its own file, so other files would be mixed without an error.
-    if len({ending for _, ending in seen}) > 1:
+    if len({each.ending for each in seen}) > 1:
         raise CorruptCheckpointError(f"the ranks see different files as {path}")
-    same = [i for i, each in enumerate(seen) if each == seen[rank]]
-    on_all_ranks(partial(_verify, path, same.index(rank), len(same)))
+    checkpoint = seen[rank]
+    same = [i for i, each in enumerate(seen) if each == checkpoint]
+    on_all_ranks(lambda: checkpoint.verify(same.index(rank), len(same)))
     states: list[State] = []
-    on_all_ranks(lambda: states.append(_read(path, model, "cpu")))
+    on_all_ranks(lambda: states.append(checkpoint.read(model)))
     return states[0]
-
-
-def _identify(path: str) -> tuple[Any, Any]:
-    """What distinguishes a checkpoint from those that other ranks see at this path.
-
-    Returns:
-        Equal objects on two ranks if they see the same file or folder; and for a file its size and
-        the checksum of its last bytes, in which torch has the checksums of its parts.
-    """
-    if is_folder(path):
-        return path, None
-    if os.path.isdir(path):
-        raise IsADirectoryError(
-            f"{path!r} is not a checkpoint: give one of {os.listdir(path)}"
-        )
-    found = os.stat(path)
-    with open(path, "rb") as file:
-        file.seek(max(0, found.st_size - _ENDING_BYTES))
-        ending = (found.st_size, zlib.crc32(file.read()))
-    return (socket.gethostname(), found.st_dev, found.st_ino, ending), ending
-
-
-def _verify(
-    path: str, part: int = 0, parts: int = 1, *, sizes_only: bool = False
-) -> None:
-    """Compare the checksums of one part of the files of a folder. All of a file is in part 0.
-
-    Args:
-        path: of the file or folder.
-        part: which part to read, from 0, if the ranks divide the work among themselves.
-        parts: the number of parts.
-        sizes_only: whether the data of tensors will not be read, so that the sizes of the shards
-            are enough. A file is verified as a whole.
-    """
-    if is_folder(path):
-        from hooktrain.checkpoint.folders import verify_folder
-
-        verify_folder(path, part, parts, sizes_only=sizes_only)
-    elif part == 0:
-        verify_file(path)
-
-
-def _read(
-    path: str, model: nn.Module | None, map_location: str | torch.device, key: str = ""
-) -> State:
-    """Load what was verified, with the model's state under ``"model"``. Not collective.
-
-    Args:
-        path: of the file or folder.
-        model: the model to load. If it is sharded, a rank reads its shards of a folder only. Of a
-            file the tensors that are copied into the model stay in the mapped file, as do those of
-            which a rank takes a shard. All others are copied into memory, since the object that
-            loads them may keep them.
-        map_location: the device on which the tensors arrive.
-        key: see :func:`load_checkpoint`.
-    """
-    if is_folder(path):
-        from hooktrain.checkpoint.folders import read_folder
-
-        return with_model(read_folder(path, model, map_location), path, key)
-    mapped = model is not None or map_location == "meta"
-    state = with_model(load_verified(path, map_location, mapped=mapped), path, key)
-    return state if model is None else _copy_kept(state, shards_of(model))
 
 
 def _copy_kept(state: State, shards: Mapping[str, Tensor]) -> State:
