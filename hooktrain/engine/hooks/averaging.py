@@ -188,8 +188,7 @@ def _refuse_another(hook: HookBase, model: nn.Module) -> None:
 
 def _shapes(state: Mapping[str, Any]) -> set[tuple[str, Any]]:
     # What get_extra_state() of a module returns has no shape.
-    shapes = set()
-    for name, value in state.items():
-        bare = OF_WRAPPERS.sub("", name)
-        shapes.add((bare, tuple(getattr(value, "shape", ()))))
-    return shapes
+    return {
+        (OF_WRAPPERS.sub("", name), tuple(getattr(value, "shape", ())))
+        for name, value in state.items()
+    }

@@ -75,7 +75,6 @@ class PeriodicCheckpointer(HookBase):
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
-        self._is_put_off = False
 
     def before_train(self) -> None:
         """Learn where the run ends; warn of what would not be saved."""

@@ -224,8 +224,8 @@ def find_result(
 
 
 def _is_of_user(hook: HookBase) -> bool:
-    is_own = type(hook).__module__.startswith("hooktrain.")
-    return isinstance(hook, CallbackHook) or not is_own
+    kind = type(hook)
+    return kind is CallbackHook or not kind.__module__.startswith("hooktrain.")
 
 
 class BestCheckpointer(HookBase):

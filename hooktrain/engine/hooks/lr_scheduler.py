@@ -84,8 +84,9 @@ class LRScheduler(HookBase):
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
         # An epoch is enough to see whether others step, too; then a step costs less.
-        length = max(self.trainer.sync_period, self.trainer.epoch_length or 0)
-        self._watched_until = self.trainer.start_iter + length
+        self._watched_until = self.trainer.start_iter + max(
+            self.trainer.sync_period, self.trainer.epoch_length or 0
+        )
         if not self._driven:
             logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
@@ -223,9 +224,9 @@ class LRScheduler(HookBase):
         self._expected = self._rates() if is_watched else []
 
     def _record_rates(self) -> None:
-        storage = self.trainer.storage
+        put = self.trainer.storage.put_scalar
         for name, group in self._recorded:
-            storage.put_scalar(name, group["lr"], smoothing_hint=False)
+            put(name, group["lr"], smoothing_hint=False)
 
     def after_evaluation(self, results: Mapping[str, float]) -> None:
         """Step what watches a result."""
@@ -257,9 +258,10 @@ class LRScheduler(HookBase):
         """The schedulers' states, by the names of their optimizers."""
         if self._loaded or not self._schedulers:
             return dict(self._loaded)
-        states = {}
-        for name, schedulers in self._schedulers.items():
-            states[name] = [scheduler.state_dict() for scheduler in schedulers]
+        states = {
+            name: [scheduler.state_dict() for scheduler in schedulers]
+            for name, schedulers in self._schedulers.items()
+        }
         return {"schedulers": states}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:

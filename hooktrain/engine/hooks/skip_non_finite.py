@@ -99,10 +99,9 @@ class SkipNonFinite(HookBase):
         total = trainer.losses.get("total_loss", sum(trainer.losses.values()))
         own = torch.tensor(total.item())  # host-device synchronisation
         loss = comm.all_reduce(own).item() / comm.get_world_size()
-        is_spike = False
-        if len(self.recent) >= _FEWEST:
-            # A ratio to a median that is not positive means nothing.
-            is_spike = 0 < max_ratio * median(self.recent) < loss
+        is_known = len(self.recent) >= _FEWEST
+        # A ratio to a median that is not positive means nothing.
+        is_spike = is_known and 0 < max_ratio * median(self.recent) < loss
         if math.isfinite(loss):
             self.recent.append(loss)
         return is_spike

@@ -44,8 +44,7 @@ class IterationTimer(HookBase):
         trainer = self.trainer
         own = trainer.clock.own
         if trainer.done > self._warmup_iter:
-            time = own - self._last
-            trainer.storage.put_scalar("time", time, reproducible=False)
+            trainer.storage.put_scalar("time", own - self._last, reproducible=False)
         self._last = own
         if self._is_watched:
             show_progress("Training", trainer.done, trainer.max_iter)
