@@ -292,6 +292,9 @@ EARLIER: dict[str, Change] = {
     "a part beyond the end": lambda content, part: part.__setitem__(0, (1, 0)),
     "no part": lambda content, part: part.clear(),
     "no part of a scalar": lambda content, _: content["parts"].update({"model.n": []}),
+    "a part twice": lambda content, _: content["parts"].update(
+        {"model.n": content["parts"]["model.n"] * 2}
+    ),
     "text for an offset": lambda content, part: part.__setitem__(0, "text"),
     "a beginning beyond the end": lambda content, part: part.__setitem__(3, 1 << 40),
     "a beginning that overflows": lambda content, part: part.__setitem__(3, 1 << 70),
