@@ -116,6 +116,18 @@ def test_the_version_in_the_metadata_reaches_the_module(strict: bool) -> None:
     assert torch.equal(model[0].weight, torch.ones(1, 2))
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_the_version_reaches_a_module_inside_of_a_wrapper_or_no_longer_in_one(
+    is_wrapped: bool,
+) -> None:
+    bare = nn.Sequential(Versioned(2, 1))
+    inside = nn.Sequential(nn.DataParallel(Versioned(2, 1)))
+    source, target = (inside, bare) if is_wrapped else (bare, inside)
+    assert load_model_state(target, source.state_dict(), strict=True) == ([], [], [])
+    weights = [next(iter(each.state_dict().values())) for each in (source, target)]
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize(
     ("name", "is_wrapped"),
     [
