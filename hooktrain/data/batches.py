@@ -40,6 +40,10 @@ EQUAL_WORKERS = (
     "Each worker has a copy of the generator %s.%s and draws the same numbers: draw from "
     "np.random, torch or random, which each worker seeds"
 )
+NO_EPOCHS = (
+    "%s.set_epoch() is not called, since the stream of build_train_loader() does not end: give the "
+    "trainer a DataLoader, or let the sample depend on its index and on random numbers alone"
+)
 ONE_POSITION = (
     "A checkpoint has the main process's position in the %s, and each rank continues from there. "
     "That is right only if all ranks have the same state; docs/guide.md shows how to save theirs"
@@ -80,6 +84,9 @@ class Batches(Iterator[Any]):
         if isinstance(loader, TrainLoader):
             # They are counted here, so that no other iterator moves the position.
             loader.is_counted = False
+            dataset = getattr(loader.dataset, "dataset", loader.dataset)  # the mapper's
+            if hasattr(dataset, "set_epoch"):
+                logger.warning(NO_EPOCHS, type(dataset).__name__)
         elif hasattr(loader, "state_dict") and comm.get_world_size() > 1:
             logger.warning(ONE_POSITION, name)
 

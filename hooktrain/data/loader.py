@@ -295,8 +295,8 @@ def build_train_loader(
         raise ValueError(f"{text}, but got {total_batch_size!r}")
     dataset = _mapped(dataset, mapper)
     if isinstance(dataset, IterableDataset):
-        share = total_batch_size // world
-        return DataLoader(dataset, batch_size=share, sampler=sampler, **options)
+        options["batch_size"] = total_batch_size // world
+        return DataLoader(dataset, sampler=sampler, **options)
     options.pop("drop_last", None)
     # Refuses unknown options now, not when the training starts.
     call(DataLoader, [dataset], {"batch_sampler": (), **options}, _DECIDED)
@@ -339,14 +339,13 @@ def build_test_loader(
     dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = InferenceSampler(len(dataset))  # type: ignore[arg-type]
-    options["sampler"] = sampler
-    return call(DataLoader, [dataset], options, "(the options)")  # type: ignore[no-any-return]
+    return DataLoader(dataset, sampler=sampler, **options)
 
 
 def _mapped(dataset: Dataset[Any], mapper: Callable[[Any], Any] | None) -> Dataset[Any]:
     """The data set, with a function that is applied to each sample, if there is one."""
-    are_parts = isinstance(dataset, tuple | Mapping)
-    if are_parts or not hasattr(dataset, "__getitem__"):  # IterableDataset inherits it
+    # IterableDataset inherits the method.
+    if isinstance(dataset, tuple | Mapping) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             "a data set has __getitem__ by number and __len__, as TensorDataset(X, y) has, or is "
             f"an IterableDataset, but got {dataset!r:.200}"

@@ -14,7 +14,7 @@ from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
-from hooktrain.strategy import refuse_unexchanged
+from hooktrain.strategy.ddp import refuse_unexchanged
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
 from hooktrain.utils.tensors import compute_device

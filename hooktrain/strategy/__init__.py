@@ -10,7 +10,6 @@ from hooktrain.strategy.ddp import (
     SingleDeviceStrategy as SingleDeviceStrategy,
     build_strategy as build_strategy,
     create_ddp_model as create_ddp_model,
-    refuse_unexchanged as refuse_unexchanged,
     wrapper_for as wrapper_for,
 )
 from hooktrain.strategy.environment import (

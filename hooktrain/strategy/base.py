@@ -96,7 +96,7 @@ class BaseStrategy:
         self.environment = Environment(**settings)
         self.sync_bn = sync_bn
         self.activation_checkpointing = activation_checkpointing
-        self.ddp = dict(ddp or {})
+        self.ddp = ddp or {}
         self.launcher = self.environment.launcher or environment.infer_launcher()
         self.seed = self.environment.seed
         self._wanted_device = device

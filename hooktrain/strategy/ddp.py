@@ -93,8 +93,7 @@ def create_ddp_model(
         )
 
         ddp.register_comm_hook(state=None, hook=fp16_compress_hook)
-    wrapped: nn.Module = ddp
-    return wrapped
+    return ddp  # type: ignore[no-any-return]
 
 
 def refuse_unexchanged(model: nn.Module) -> None:
@@ -179,5 +178,4 @@ def build_strategy(
         strategy = {"_target_": kind}
     if not isinstance(strategy, Mapping) or "_target_" not in strategy:
         raise TypeError(f"strategy must be a name or a LazyCall, but got {strategy!r}")
-    built: BaseStrategy = instantiate({**defaults, **strategy})
-    return built
+    return instantiate({**defaults, **strategy})  # type: ignore[no-any-return]

@@ -324,7 +324,6 @@ def set_random_seed(
         # cuBLAS reads this variable at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True)
     return seed
 

@@ -275,6 +275,18 @@ def test_set_epoch_of_a_data_set_reaches_its_workers(
     assert epochs == [[0, 0], [0, 0], [1, 1], [1, 1], [2, 2], [2, 2]]
 
 
+def test_a_data_set_that_waits_for_epochs_is_told_that_the_stream_has_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = {"total_batch_size": 2, "seed": 0}
+    for mapper in (None, str):
+        Batches(build_train_loader(Epochs(), mapper=mapper, **options))  # type: ignore[arg-type]
+    Batches(build_train_loader([1, 2], **options))  # type: ignore[arg-type]
+    Batches(DataLoader(Epochs(), 2))
+    assert len(caplog.messages) == 2
+    assert "Epochs.set_epoch() is not called" in caplog.text
+
+
 def test_persistent_workers_of_a_data_set_without_epochs_go_on() -> None:
     loader = DataLoader(Pids(), 1, num_workers=1, persistent_workers=True)
     assert len({int(batch) for batch in islice(Batches(loader), 6)}) == 1
