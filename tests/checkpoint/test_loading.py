@@ -190,6 +190,14 @@ def test_a_shared_tensor_under_another_name_is_not_missing() -> None:
         load_model_state(model, {})
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_nothing_of_other_names_fits_a_network_with_any_norm(norm: Any) -> None:
+    state = nn.ModuleDict({"net": nn.Sequential(norm(2), nn.Linear(2, 1))}).state_dict()
+    model = nn.Sequential(norm(2), nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=r"nothing .*'net\.0\.weight'.*revise_keys="):
+        load_model_state(model, state)
+
+
 def test_names_are_revised_one_rule_after_the_other() -> None:
     state = {"a.weight": 1, "ab.weight": 2}
     rules = [(r"weight$", "kernel"), (r"^(a)\.kernel", r"net.\1")]
