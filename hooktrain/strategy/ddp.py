@@ -163,7 +163,7 @@ def build_strategy(
         defaults: arguments, which those of a ``LazyCall`` override.
 
     Raises:
-        ImportError: for an unknown name; the message suggests the nearest.
+        ImportError: for an unknown name.
         TypeError: for any other object, such as a built strategy, or an unknown argument.
     """
     if strategy == "auto":
