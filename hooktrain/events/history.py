@@ -158,4 +158,4 @@ class HistoryBuffer:
         self.count = state_dict["count"]
         self._finite_count = self.count - state_dict["non_finite_count"]
         self._finite_sum = state_dict["finite_sum"]
-        self.written = dict(state_dict["written"])
+        self.written = dict(state_dict.get("written", {}))

@@ -25,6 +25,9 @@ _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
 # of the training, and what JSONWriter adds to a row.
 _RESERVED = ("total_loss", "time", "data_time", "lr", "iteration", "mean_loss")
 
+# In the earliest checkpoints all other metrics that are not smoothed are results of evaluations.
+_NOT_SMOOTHED = ("lr", "eta_seconds", "skipped_updates")
+
 logger = logging.getLogger(__name__)
 
 # The storages that this thread or task has entered, the innermost last.
@@ -321,9 +324,23 @@ class EventStorage:
         # Earlier checkpoints have the results apart, by the names that the evaluations gave.
         for name, state in state_dict.get("results", {}).items():
             self._name_result(_loaded(state, name))
+        if "written_counts" in state_dict:
+            self._complete(state_dict["written_counts"])
         self.iter = state_dict["iteration"]
         self.file_sizes = dict(state_dict["file_sizes"])
         self.info = dict(state_dict["info"])
+
+    def _complete(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        """Add what the histories of the earliest checkpoints lack.
+
+        Args:
+            counts: by writer and metric, how many values were written.
+        """
+        for name, history in self._histories.items():
+            if not history.smoothing_hint and not name.endswith(_NOT_SMOOTHED):
+                history.result = name
+            for writer, written in counts.items():
+                history.written[writer] = written.get(name, 0)
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
         """The value as a float, or a copy of it where it is a tensor on a device."""

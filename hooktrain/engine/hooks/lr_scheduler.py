@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from statistics import mode
 from typing import Any
 
 from torch.optim import Optimizer
@@ -250,9 +251,15 @@ class LRScheduler(HookBase):
 
     @staticmethod
     def get_best_param_group_id(optimizer: Optimizer) -> int:
-        """The group whose rate is recorded: the first of those with the most parameters."""
+        """The group whose rate is recorded: the one with the most parameters.
+
+        If each group has one parameter, the first group that has the most common rate.
+        """
         sizes = [len(group["params"]) for group in optimizer.param_groups]
-        return sizes.index(max(sizes))
+        if max(sizes) > 1:
+            return sizes.index(max(sizes))
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        return rates.index(mode(rates))
 
     def state_dict(self) -> dict[str, Any]:
         """The schedulers' states, by the names of their optimizers."""

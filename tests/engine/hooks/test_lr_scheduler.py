@@ -379,9 +379,9 @@ def test_a_scheduler_that_waits_for_its_first_step_is_not_told_as_idle(
     assert "A scheduler was made" not in caplog.text
 
 
-def test_the_rate_of_the_group_with_the_most_parameters_is_recorded() -> None:
+def test_of_groups_of_one_parameter_the_most_common_rate_is_recorded() -> None:
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.3, 0.1, 0.2, 0.1)]
-    assert LRScheduler.get_best_param_group_id(torch.optim.SGD(groups)) == 0
+    assert LRScheduler.get_best_param_group_id(torch.optim.SGD(groups)) == 1
     groups[2]["params"] = [torch.zeros(1), torch.zeros(1)]
     assert LRScheduler.get_best_param_group_id(torch.optim.SGD(groups)) == 2
 
