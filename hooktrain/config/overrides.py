@@ -27,7 +27,8 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
       literal (number, quoted text, list, tuple, dict), one of true, false, none, null in any case,
       or else a string. It replaces the old value; dicts are not merged. To replace anything but a
       string or None, a string needs quotes, except periods such as ``1 epoch`` or ``10 minutes``.
-    - ``+a.b=3`` sets a key that need not exist, and adds the missing dicts on its path.
+    - ``+a.b=3`` sets a key that need not exist, and adds the missing dicts on its path. With its
+      length as the index, it appends to a list.
     - ``~a.b`` deletes a key or a list item.
     - ``a.items.0=3`` changes a list item; ``a='${b.c}'`` sets a reference.
 
@@ -70,6 +71,8 @@ def _apply(cfg: ConfigDict, override: str) -> None:
         if isinstance(node, dict):
             node.setdefault(key, {})
         node = node[key]
+    if adds and isinstance(node, list) and last == str(len(node)):
+        node.append(None)
     key = _find(cfg, node, last, override)
     if deletes:
         del node[key]

@@ -39,6 +39,7 @@ class LossRecorder:
         self._storage = storage
         self._alone = comm.get_world_size() == 1
         self._waiting = storage if self._alone else EventStorage()
+        self._data_times: dict[int, float] = {}  # by iteration; they wait, too
         # The places of the names that all ranks know.
         self._columns: dict[str, int] = {}
         # All iterations before these have been exchanged, and checked.
@@ -95,7 +96,10 @@ class LossRecorder:
             _refuse_non_finite(checked, values, iteration)
         for name, value in values.items():
             self._waiting.put_scalar(name, value, True, iteration)
-        self._waiting.put_scalar("data_time", data_time, True, iteration)
+        if self._alone:
+            self._storage.put_scalar("data_time", data_time, True, iteration)
+        else:  # the slowest rank's is put when it is known
+            self._data_times[iteration] = data_time
 
     def exchange(self, finished: int, numbers: Mapping[str, float]) -> dict[str, float]:
         """Put the means over the ranks of the finished iterations into the storage.
@@ -110,14 +114,19 @@ class LossRecorder:
         """
         first = self._exchanged
         waiting = self._waiting.histories()
+        times = [self._data_times.pop(i, -1.0) for i in range(first, finished)]
         self._exchanged = finished
         self._waiting = EventStorage()
-        largest, sums = self._reduce(waiting, [*numbers.values()], first, finished)
+        own = [*numbers.values(), *times]
+        largest, sums = self._reduce(waiting, own, first, finished)
         for name, column in self._columns.items():
             for i, (total, ranks) in enumerate(sums[:, column].tolist(), first):
                 if ranks:
                     self._storage.put_scalar(name, total / ranks, cur_iter=i)
-        return dict(zip(numbers, largest, strict=True))
+        for i, seconds in enumerate(largest[len(numbers) :], first):
+            if seconds >= 0:
+                self._storage.put_scalar("data_time", seconds, cur_iter=i)
+        return dict(zip(numbers, largest, strict=False))
 
     def _reduce(
         self,

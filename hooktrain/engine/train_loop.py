@@ -241,6 +241,7 @@ class TrainerBase:
         self._agree()
         self.storage.iter = self.iter
         self.storage.max_iter = self.max_iter
+        self.storage.epoch_length = self.epoch_length
         self._begun = []
         for hook in self._hooks:
             hook.before_train()

@@ -75,12 +75,14 @@ class EventStorage:
     Attributes:
         iter: the current iteration.
         max_iter: the iteration that the run ends before; 0 if it is not known.
+        epoch_length: the iterations of an epoch; None if it is not known.
         written: the last iteration that the writers of a run have written.
         info: plain values that are saved with the metrics.
         file_sizes: by name, the size of each file of metrics in bytes.
     """
 
     max_iter: int = 0
+    epoch_length: int | None = None
     written: int = -1
 
     def __init__(self, start_iter: int = 0) -> None:

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import logging
+import pkgutil
 import pydoc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -120,8 +121,11 @@ def locate(name: str) -> Any:
         found = pydoc.locate(name)
     except pydoc.ErrorDuringImport as error:
         raise error.value from None  # type: ignore[misc, unused-ignore]
-    if found is None:
-        raise ImportError(f"cannot locate {name!r}")
+    if found is None:  # or it is in a module that an attribute hides
+        try:
+            found = pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            raise ImportError(f"cannot locate {name!r}") from None
     return found
 
 

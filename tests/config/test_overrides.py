@@ -49,9 +49,10 @@ def test_overrides_apply_in_order_to_the_config_itself() -> None:
 
 
 def test_plus_adds_keys() -> None:
-    changes = ["+a.b.c=1", "+train.seed=3", "+train.name=x"]
+    changes = ["+a.b.c=1", "+train.seed=3", "+train.name=x", "+hooks.3={'period': 3}"]
     cfg = apply_overrides(config(), changes)
     assert (cfg.a.b.c, cfg.train.seed, cfg.train.name) == (1, 3, "x")
+    assert cfg.hooks[3].period == 3
 
 
 def test_a_tilde_deletes() -> None:
@@ -74,7 +75,7 @@ def test_list_items_and_arguments_are_set_by_their_index() -> None:
         ("train.max_itr=3", "'max_iter'"),
         ("~train.nam", "'name'"),
         ("hooks.first=3", "'0', '1', '2'"),
-        ("+hooks.3=3", "no '3'"),
+        ("+hooks.9=3", "no '9'"),
         ("train.max_iter.x=3", "no 'x'"),
         ("size.0=3", "no '0'"),
         ("writers=[]", "a + before the key adds it"),

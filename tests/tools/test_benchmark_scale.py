@@ -30,13 +30,13 @@ def test_messages_are_counted_with_their_bytes(
         for line in capsys.readouterr().out.splitlines()
         if line[:1] == "|"
     ]
-    # There are six maxima and one for each iteration. The sums are two in each iteration for each
+    # There are four maxima and one for each iteration. The sums are two in each iteration for each
     # of three losses and their sum.
-    size = 8 * (6 + 20) + 8 * 2 * 20 * 4
+    size = 8 * (4 + 20) + 8 * 2 * 20 * 4
     assert rows[2:] == [
         ["1", "3", "0", "0"],
-        ["8", "3", "3", str(3 * size)],
-        ["4,096", "3", "12", str(12 * size)],
+        ["8", "3", "1", str(size)],
+        ["4,096", "3", "1", str(size)],
     ]
     assert comm.object_group is real
 

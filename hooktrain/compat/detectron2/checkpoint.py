@@ -271,6 +271,8 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
 
     def _begin(self, *, is_new: bool) -> None:
         self._has_begun = True
+        if not isinstance(self.trainer, TrainerBase):
+            self.checkpointer.run_files = list  # its hooks name none
         super()._begin(is_new=is_new)
 
     def after_train(self) -> None:

@@ -354,7 +354,7 @@ def test_a_hub_gives_metrics_in_mmengines_buffers(
             storage.put_scalar("loss", torch.tensor(value))
         loss = hub.get_scalar("train/loss")
         assert (loss.current(), loss.mean(), loss.mean(2)) == (6, 3, 4)
-        with pytest.raises(KeyError, match="no metric 'val/loss'; did you mean 'loss'"):
+        with pytest.raises(KeyError, match="'val/loss'"):
             hub.get_scalar("val/loss")
 
 
