@@ -136,7 +136,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return evaluate_checkpoint(cfg, args.resume, args.best)
     # To change a part of the trainer, write the lines of build_trainer here, with yours among them.
     trainer = build_trainer(cfg)
-    logger.debug("Hooks: %s", [type(hook).__name__ for hook in trainer.hooks])
+    logger.debug("Hooks:\n%s", trainer.describe_hooks())
     trainer.checkpointer.resume_or_load(
         cfg.train.init_checkpoint,
         resume=args.resume or restart_count() > 0,  # after a restart by torchrun too

@@ -117,3 +117,7 @@ class HookBase:
             "%s saves a state but has no load_state_dict, so it starts anew",
             type(self).__qualname__,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the trainer, so that a copy or a pickle does not hold all of it."""
+        return {k: value for k, value in vars(self).items() if k != "trainer"}

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from hooktrain.engine.hook_base import PHASES, HookBase, State
+from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase, State
 from hooktrain.utils.names import did_you_mean, states_of
 
 # Names a registered hook: the object, its class, or its key.
@@ -65,6 +65,16 @@ def place_beside(
         raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
     index = found[-1] if before is None else found[0]
     return index + (before is None), hooks[index].phase
+
+
+def describe(hooks: Iterable[HookBase]) -> str:
+    """A line for each hook, in order: its name, its phase, and the events that it overrides."""
+    lines = []
+    for key, hook in named_hooks(hooks).items():
+        kind = type(hook)
+        own = [e for e in EVENTS if getattr(kind, e) is not getattr(HookBase, e)]
+        lines.append(f"{key} ({hook.phase}): {', '.join(own)}")
+    return "\n".join(lines)
 
 
 def hook_states(hooks: Iterable[HookBase]) -> dict[str, Any]:

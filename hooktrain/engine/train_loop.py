@@ -15,6 +15,7 @@ from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import EVENTS, HookBase, State
 from hooktrain.engine.hook_list import (
     HookReference,
+    describe,
     hook_states,
     load_hook_states,
     named_hooks,
@@ -267,7 +268,8 @@ class TrainerBase:
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks."""
         self.seed_generators(self.iter)
-        self.ends_period = (self.iter + 1) % self.sync_period == 0 or self.is_last
+        ends = self.iter + 1
+        self.ends_period = ends % self.sync_period == 0 or ends == self._max_iter
         self.storage.iter = self.iter
         self.clock.begin_step()
         for hook in self._hooks:
@@ -490,10 +492,13 @@ class TrainerBase:
             index, phase = place_beside(self._hooks, before, after)
         # A cycle of strong references would keep the model's memory until Python finds it.
         what = "hooks (for those of MMEngine see docs/migrating.md)"
+        me = weakref.proxy(self)
         for hook in as_list(hooks, HookBase, what):
             if hook is None:
                 continue
-            if "trainer" in vars(hook):
+            # A constructor may have set this very trainer.
+            is_free = any(hook.trainer is known for known in (None, self, me))
+            if hook in self._hooks or not is_free:
                 raise ValueError(
                     f"{hook!r} has a trainer already: make one for each trainer"
                 )
@@ -502,10 +507,14 @@ class TrainerBase:
                 hook.phase = phase
             elif self.places_by_phase:
                 index = place_by_phase(self._hooks, hook)
-            hook.trainer = weakref.proxy(self)
+            hook.trainer = me
             # It is a new list, since a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]
             index += 1
             if self._begun is not None:
                 hook.before_train()
                 self._begun.append(hook)
+
+    def describe_hooks(self) -> str:
+        """A line for each hook, in order: its name, its phase, the events that it overrides."""
+        return describe(self._hooks)

@@ -103,7 +103,6 @@ class EventStorage:
         value: Scalar,
         smoothing_hint: bool = True,
         cur_iter: int | None = None,
-        *,
         reproducible: bool = True,
     ) -> None:
         """Record a value of a metric.

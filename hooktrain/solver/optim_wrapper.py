@@ -265,8 +265,9 @@ class OptimWrapper:
         if kwargs or method is not _ZERO_GRAD:
             self.optimizer.zero_grad(**kwargs)
             return
-        for parameter in self.parameters:
-            parameter.grad = None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def count_skipped_update(self, skipped: Any = 1) -> None:
         """Count and log a skipped update, or what a tensor on a device says: 1 if it is one."""

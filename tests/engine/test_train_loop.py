@@ -196,6 +196,19 @@ def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> Non
     assert keys == [*counted, "seventh", "Recorder", "end"]
 
 
+def test_hooks_are_described_with_their_events() -> None:
+    trainer = Trainer()
+    trainer.register_hooks([HookBase(), Counter(), Counter()])
+    trainer.register_hooks([hooks.IterationTimer()])
+    expected = [
+        "IterationTimer (time): before_train, after_step, after_train",
+        "HookBase (run): ",
+        "Counter (run): after_step",
+        "Counter#1 (run): after_step",
+    ]
+    assert trainer.describe_hooks().splitlines() == expected
+
+
 def test_a_hook_that_is_registered_during_a_run_begins_at_once() -> None:
     log: list[str] = []
 

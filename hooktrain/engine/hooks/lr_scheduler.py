@@ -71,6 +71,7 @@ class LRScheduler(HookBase):
 
     def before_train(self) -> None:
         """Find the optimizers and schedules, and when each schedule steps."""
+        self._storage = self.trainer.storage
         self._recorded: list[Any] = []  # names, and the groups whose rates have them
         self._steps: list[Any] = []  # periods, and the schedules that step then
         self._watched: list[Any] = []  # results, and the functions that get them
@@ -225,7 +226,7 @@ class LRScheduler(HookBase):
         self._expected = self._rates() if is_watched else []
 
     def _record_rates(self) -> None:
-        put = self.trainer.storage.put_scalar
+        put = self._storage.put_scalar
         for name, group in self._recorded:
             put(name, group["lr"], smoothing_hint=False)
 

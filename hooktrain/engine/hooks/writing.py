@@ -34,20 +34,20 @@ class IterationTimer(HookBase):
     def before_train(self) -> None:
         """Read the clock."""
         trainer = self.trainer
-        self._last = trainer.clock.own
+        self._clock, self._storage = trainer.clock, trainer.storage
+        self._last = self._clock.own
         self._is_watched = show_progress(
             "Training", trainer.start_iter, trainer.max_iter
         )
 
     def after_step(self) -> None:
         """Record the time of the step, and move the bar."""
-        trainer = self.trainer
-        own = trainer.clock.own
-        if trainer.done > self._warmup_iter:
-            trainer.storage.put_scalar("time", own - self._last, reproducible=False)
+        own, done = self._clock.own, self.trainer.done
+        if done > self._warmup_iter:
+            self._storage.put_scalar("time", own - self._last, reproducible=False)
         self._last = own
         if self._is_watched:
-            show_progress("Training", trainer.done, trainer.max_iter)
+            show_progress("Training", done, self.trainer.max_iter)
 
     def after_train(self) -> None:
         """Log the parts of the time."""
