@@ -234,6 +234,8 @@ def wait_for_an_interrupt(folder: Path) -> None:
 
 
 def launch_and_tell_of_ctrl_c(folder: Path) -> None:
+    # A shell has its jobs in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     LAUNCH.start_processes = partial(start_processes, start_method="fork")  # type: ignore[attr-defined]
     try:
         launch(wait_for_an_interrupt, 2, args=(folder,))
