@@ -21,9 +21,10 @@ Scalar = float | np.generic | media.Array  # with one element
 _MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
 _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
 
-# A result of such a name gets another one, whether the training has the metric yet or not: those
-# of the training, and what JSONWriter adds to a row.
-_RESERVED = ("total_loss", "time", "data_time", "lr", "iteration", "mean_loss")
+# What JSONWriter adds to a row.
+_COLUMNS = ("iteration", "mean_loss")
+# A result with one of these names gets another one, whether the training has the metric yet or not.
+_RESERVED = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
 
 # In the earliest checkpoints all other metrics that are not smoothed are results of evaluations.
 _NOT_SMOOTHED = ("lr", "eta_seconds", "skipped_updates")
@@ -157,7 +158,11 @@ class EventStorage:
             name = f"eval/{name}"
         self._histories[name] = history
         if name != history.result:
-            logger.info(
+            is_column = (
+                history.result in _COLUMNS
+            )  # whose numbers would be taken for it
+            logger.log(
+                logging.WARNING if is_column else logging.INFO,
                 "The result %r of the evaluation is recorded as %r, since the training has that "
                 "name",
                 history.result,

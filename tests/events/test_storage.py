@@ -376,6 +376,17 @@ def test_a_state_of_an_earlier_revision_has_the_counts_of_writers_and_both_kinds
     assert list(loaded.results()) == ["acc"]
 
 
+def test_a_result_that_is_named_like_a_column_of_the_files_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = EventStorage(3)
+    storage.put_results({"mean_loss": 123.0, "accuracy": 0.5}, 3)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "'mean_loss'" in warning
+    assert "'eval/mean_loss'" in warning
+    assert storage.latest() == {"eval/mean_loss": (123.0, 3), "accuracy": (0.5, 3)}
+
+
 def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
     storage = EventStorage(7)
     storage.put_scalar("loss", 1.0)
