@@ -490,8 +490,8 @@ class TrainerBase:
         index, phase = len(self._hooks), None
         if before is not None or after is not None:
             index, phase = place_beside(self._hooks, before, after)
-        # A cycle of strong references would keep the model's memory until Python finds it.
         what = "hooks (for those of MMEngine see docs/migrating.md)"
+        # A cycle of strong references would keep the model's memory until Python finds it.
         me = weakref.proxy(self)
         for hook in as_list(hooks, HookBase, what):
             if hook is None:

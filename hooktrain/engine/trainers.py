@@ -81,9 +81,8 @@ class ModelTrainer(TrainerBase):
     checkpointer: Any = None
     _adds_up = True  # whether the sum of the losses is recorded, as "total_loss"
     _data_time = 0.0  # seconds spent on batches since losses were recorded
-    _checked = (
-        -1
-    )  # so many iterations were done when everything was finite on every rank
+    # So many iterations were done when everything was finite on every rank.
+    _checked = -1
 
     def __init__(
         self,
