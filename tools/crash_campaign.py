@@ -2,10 +2,12 @@
 
     python tools/crash_campaign.py --faults 200
 
-A try is a training of one of the scripts in tools/crash_scripts.py, with one or two ranks, with or
+A try is a training of one of the scripts in tools/crash_scripts.py, with one to four ranks, with or
 without loader workers, with files or folders of shards, in the foreground or the background. It
 runs in child processes, which tools/crash_faults.py starts and disturbs. The core's script also
-reads a stream in half of its tries, and stops early in half of them. Faults strike a run one after
+reads a stream in half of its tries, and stops early in half of them. Four ranks that write folders
+divide the model twice, two by two (HSDP). ``--ranks 3 4`` draws these numbers only, one as often as
+the other; else one rank or two are drawn in two thirds of the tries. Faults strike a run one after
 the other; after each the same command goes on. In the end its weights, its optimizer, its hooks,
 its best model and its rows of metrics must be those of an undisturbed run, bit for bit, with no
 process and no temporary file left. And the log has to say so: each resume compares the rows that it
@@ -33,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -54,7 +57,7 @@ from crash_faults import (
     run,
     train,
 )
-from crash_scripts import BATCH_SIZE, ITERATIONS, SCRIPTS, Variant
+from crash_scripts import ITERATIONS, SCRIPTS, Variant
 from crash_store import Proxy, environment, s3_server
 from tabulate import tabulate
 
@@ -102,6 +105,9 @@ S3_FAULTS = {
 # of the faults, and more than a third.
 TURNS = ("core", "DefaultTrainer", "core", "StepTrainer", "core", "own loop")
 
+# One of them is drawn for each try.
+RANKS = (1, 1, 2, 2, 3, 4)
+
 
 def outcome(folder: Path) -> Any:
     """What an undisturbed run and a disturbed one must have in common."""
@@ -145,15 +151,21 @@ class Campaign:
         faults: how many must have struck.
         folder: for the runs.
         rounds: the fewest and the most faults that are drawn for a try.
+        ranks: the numbers of ranks, of which one is drawn for each try.
     """
 
     kinds: ClassVar = FAULTS
 
     def __init__(
-        self, seed: int, faults: int, folder: Path, rounds: tuple[int, int] = (4, 12)
+        self,
+        seed: int,
+        faults: int,
+        folder: Path,
+        rounds: tuple[int, int] = (4, 12),
+        ranks: Sequence[int] = RANKS,
     ) -> None:
         self.seed, self.faults, self.folder = seed, faults, folder
-        self.rounds = rounds
+        self.rounds, self.ranks = rounds, ranks
         self.struck: Counter[tuple[str, str]] = Counter()  # by script and fault
         self.failures: list[tuple[int, Variant, list[str], str]] = []
         self._undisturbed: dict[Variant, tuple[Any, float]] = {}
@@ -183,7 +195,7 @@ class Campaign:
         script = TURNS[number % len(TURNS)]
         # Streams and early stops are the core's.
         further = flags if script == "core" else (False,)
-        choices = list(product((1, 2), (0, 2), flags, flags, further, further))
+        choices = list(product(self.ranks, (0, 2), flags, flags, further, further))
         return Variant(script, *draw.choice(choices))
 
     def disturb(
@@ -255,7 +267,7 @@ class Campaign:
             if different:
                 raise LostRunError(f"bent: {different[:3]}")
             unproved = proof_problem(said.decode())
-            if unproved and variant.batch_size == BATCH_SIZE:
+            if unproved and not variant.ranks_change:
                 raise LostRunError(unproved)
             if left := self.left(folder, variant):
                 raise LostRunError(f"files are left: {left}")
@@ -310,15 +322,14 @@ class LostMachines(Campaign):
         place = self.place(folder)
         if number % 3 == 1:
             script = ("DefaultTrainer", "StepTrainer")[number // 3 % 2]
-            parts = draw.choice(list(product((1, 2), (0, 2), flags, flags)))
+            parts = draw.choice(list(product(self.ranks, (0, 2), flags, flags)))
             return Variant(script, *parts, False, False, *place)
-        choices = list(product((1, 2), (0, 2), flags, flags, flags, flags))
+        choices = list(product(self.ranks, (0, 2), flags, flags, flags, flags))
         variant = Variant("core", *draw.choice(choices), *place)
         if number % 3 == 0:
             return variant
-        # Each machine has another number of ranks, by all of which this batch can be divided.
         return replace(
-            variant, ranks=1, batch_size=12, streams=False, stops_early=False
+            variant, ranks=1, ranks_change=True, streams=False, stops_early=False
         )
 
     def place(self, folder: Path) -> tuple[str, int]:
@@ -344,7 +355,7 @@ class LostMachines(Campaign):
             last = {"iteration": ITERATIONS - 1}.items()
             rows = [r for r in outcome["rows"] if "lr" in r or not last <= r.items()]
             return {**outcome, "rows": rows}
-        if variant.batch_size == BATCH_SIZE:
+        if not variant.ranks_change:
             return outcome
         rows = [row["iteration"] for row in outcome["rows"] if len(row) > 1]  # no times
         return {"data": outcome["trainer"]["data"], "rows": rows}
@@ -353,7 +364,7 @@ class LostMachines(Campaign):
         self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
     ) -> tuple[int, bool]:
         """Start a run on a machine that is lost, or whose store fails."""
-        if variant.batch_size != BATCH_SIZE:
+        if variant.ranks_change:
             variant = replace(variant, ranks=draw.choice((4, 2, 3, 1)))
         if fault.startswith("another machine"):
             return self.two_machines(folder, variant, seconds, draw)
@@ -521,6 +532,13 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="TRY", help="repeat this try alone")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=RANKS,
+        help="of which each try draws one",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="tries at the same time")
     parser.add_argument(
         "--folder", type=Path, help="for the runs; those that fail stay there"
@@ -551,7 +569,7 @@ if __name__ == "__main__":
     with ExitStack() as stack:
         if options.s3:
             kind = partial(S3Machines, stack.enter_context(s3_server()))
-        campaign = kind(options.seed, options.faults, folder)
+        campaign = kind(options.seed, options.faults, folder, ranks=options.ranks)
         if options.only is None:
             campaign.go(options.jobs)
         else:
@@ -562,7 +580,9 @@ if __name__ == "__main__":
         print(json.dumps({"try": number, "variant": str(variant), "faults": struck}))
         print(f"  {problem}; see {folder}/try-{number}.log; repeat it by")
         lose = " --lose-machine" * options.lose_machine + " --s3" * options.s3
-        print(f"  python {sys.argv[0]} --seed {options.seed} --only {number}{lose}")
+        ranks = " ".join(map(str, options.ranks))
+        print(f"  python {sys.argv[0]} --seed {options.seed} --ranks {ranks}{lose}")
+        print(f"    --only {number}")
     if not campaign.failures:
         shutil.rmtree(folder)
     sys.exit(bool(campaign.failures))

@@ -214,7 +214,7 @@ def run(
     has_hooks = SCRIPTS[variant.script].has_hooks
     if "system call" in fault:
         error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
-        at_call = in_rank = AtCall(draw.randint(1, 60), error, draw.randrange(2))
+        at_call = in_rank = AtCall(draw.randint(1, 60), error, draw.randrange(12))
     log = Path(f"{folder}.log")
     before = log.stat().st_size if log.exists() else 0
     process = CONTEXT.Process(target=train, args=(str(folder), variant, in_rank))

@@ -34,14 +34,16 @@ from hooktrain.utils.logger import setup_logger
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
 ITERATIONS = 70
-BATCH_SIZE = 16
+BATCH_SIZE = 12  # which 1, 2, 3, 4 and 6 ranks can divide
 SAVE_PERIOD = 7
 EVAL_PERIOD = 30
 # The second evaluation asks for the end, one iteration later, in which a checkpoint is due.
 EVAL_PERIOD_OF_EARLY_STOP = 24
-STREAM_LENGTH = 320  # samples, so that the iterations are more than three epochs
+# Samples, so that the iterations are more than three epochs, and all readers have as many.
+STREAM_LENGTH = 264
 SEED = 5
 WATCHDOG_SECONDS = 5
+HYBRID = {"replicate": 2}  # the mesh of four ranks
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Variant:
 
     Attributes:
         script: a name in ``SCRIPTS``.
-        ranks: 1 or 2 processes.
+        ranks: how many processes.
         workers: of the data loader.
         sharded: save folders of shards.
         background: save in the background.
@@ -58,7 +60,7 @@ class Variant:
         stops_early: end when an evaluation has brought no improvement.
         store: the address of a store, or "".
         port: of the server of an ``s3://`` store.
-        batch_size: of all ranks.
+        ranks_change: each machine has another number of ranks.
     """
 
     script: str
@@ -70,7 +72,12 @@ class Variant:
     stops_early: bool = False
     store: str = ""
     port: int = 0
-    batch_size: int = BATCH_SIZE
+    ranks_change: bool = False
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each half of the ranks has all shards of the model (HSDP)."""
+        return self.sharded and self.ranks == 4 and not self.ranks_change
 
 
 def train_loader(variant: Variant) -> Any:
@@ -154,11 +161,17 @@ def core(folder: str, variant: Variant) -> None:
     }
     if variant.store:
         options["train.store"] = variant.store
+    if variant.is_hybrid:
+        options["train.strategy"] = {
+            "_target_": "hooktrain.strategy.FSDPStrategy",
+            "mesh": HYBRID,
+            "saves_shards": True,
+        }
     if variant.streams:
         name = f"{stream_loader.__module__}.{stream_loader.__qualname__}"
         options["dataloader.train"] = {"_target_": name, "num_workers": variant.workers}
     else:
-        options["dataloader.train.total_batch_size"] = variant.batch_size
+        options["dataloader.train.total_batch_size"] = BATCH_SIZE
     added: list[dict[str, Any]] = [
         {"_target_": "hooktrain.engine.hooks.Watchdog", "timeout_s": WATCHDOG_SECONDS}
     ]
@@ -326,7 +339,11 @@ def prepared(folder: str, variant: Variant) -> Any:
     if variant.ranks == 1:
         strategy: Any = mmengine.SingleDeviceStrategy(**settings)
     elif variant.sharded:
-        strategy = mmengine.FSDPStrategy(state_dict_cfg="local", **settings)
+        strategy = mmengine.FSDPStrategy(
+            state_dict_cfg="local",
+            mesh=HYBRID if variant.is_hybrid else None,
+            **settings,
+        )
     else:
         strategy = mmengine.DDPStrategy(**settings)
     strategy.prepare(
