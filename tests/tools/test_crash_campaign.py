@@ -67,6 +67,22 @@ def test_runs_whose_machines_are_lost_go_on_from_their_store(
     assert campaign.struck.total() >= 1
 
 
+def test_a_third_of_the_tries_has_three_ranks_or_four_and_some_divide_them_twice(
+    tool: Any, tmp_path: Path
+) -> None:
+    def drawn(**options: Any) -> list[Any]:
+        campaign = tool.Campaign(1, 0, tmp_path, **options)
+        draw = tool.random.Random(1)
+        return [campaign.variant(i, tmp_path, draw) for i in range(600)]
+
+    usual = drawn()
+    assert {each.ranks for each in usual} == {1, 2, 3, 4}
+    assert 160 < sum(each.ranks > 2 for each in usual) < 240
+    hybrid = {each.script for each in usual if each.is_hybrid}
+    assert hybrid == set(tool.SCRIPTS)
+    assert {each.ranks for each in drawn(ranks=[3, 4])} == {3, 4}
+
+
 def count_ranks(rank: int, folder: str) -> None:
     """Write how many ranks are there when this one begins, and wait for the others."""
     parent = os.getppid()
