@@ -20,7 +20,7 @@ gpu: .venv/installed-dev
 	$(BIN)/python -m pytest -W default tests/gpu
 
 store: .venv/installed-dev
-	$(BIN)/python -m pip install --quiet --editable '.[store]'
+	$(BIN)/python -m pip install --quiet --editable '.[store-server]'
 	$(BIN)/python -m pytest tests/checkpoint/test_store.py tests/tools/test_stored_runs.py
 
 lint: .venv/installed-dev

@@ -1,5 +1,6 @@
 """Packaging of hooktrain; the settings of the tools stand in pyproject.toml."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -18,7 +19,22 @@ PLOT = ["matplotlib>=3.7"]
 PROGRESS = ["tqdm>=4.66"]
 SAFETENSORS = ["safetensors>=0.4"]
 DETECTION = ["pillow>=9.4", "pycocotools>=2.0.8"]
-STORE = ["moto[server]>=5.0", "s3fs>=2024.2"]  # a server to test with, and its client
+STORE = ["s3fs>=2024.2"]
+
+# The address of the repository, such as https://github.com/OWNER/NAME. The release workflow sets
+# it; without it the package names no address, and the links of its description stay relative.
+URL = os.environ.get("PROJECT_URL")
+
+
+def description():
+    """README.md, with links to the files of this version in the repository if it is known."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if URL is None:
+        return text
+    tag = f"v{VERSION.group(1)}"
+    text = re.sub(r"\]\((?!https?:|#)", f"]({URL}/blob/{tag}/", text)
+    return text.replace('src="', f'src="{URL}/raw/{tag}/')
+
 
 # The scripts of the command hooktrain, and what changes the imports of other projects.
 TOOLS = [
@@ -29,6 +45,15 @@ TOOLS = [
     "from_detectron2.sed",
     "from_mmengine.sed",
 ]
+
+
+def project_urls(url):
+    return {
+        "Source": url,
+        "Documentation": f"{url}/tree/v{VERSION.group(1)}/docs",
+        "Changelog": f"{url}/blob/v{VERSION.group(1)}/CHANGELOG.md",
+        "Issues": f"{url}/issues",
+    }
 
 
 class BuildWithScripts(build_py):
@@ -52,9 +77,10 @@ setup(
     name="hooktrain",
     version=VERSION.group(1),
     description="A hook-based minimal trainer for PyTorch that never loses or changes a run",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={} if URL is None else project_urls(URL),
     python_requires=">=3.10",
     # With this an editable installation is a path, which mypy and pyright follow too.
     package_dir={"": "."},
@@ -76,6 +102,7 @@ setup(
         "detection": DETECTION,
         "safetensors": SAFETENSORS,
         "store": STORE,
+        "store-server": [*STORE, "moto[server]>=5.0"],  # to test stores with
         "vision": ["torchvision>=0.24"],
         "trackers": ["wandb>=0.19", "mlflow>=2.15"],
         "docs": ["pdoc>=15", *TENSORBOARD],
@@ -92,6 +119,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.5",
             "ruff>=0.6",
+            "setuptools>=77",
             "torchdata>=0.10",
             "torchmetrics>=1.0",
             "transformers>=4.40",
@@ -99,7 +127,12 @@ setup(
         ],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX",
         "Programming Language :: Python :: 3",
+        *[f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)],
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

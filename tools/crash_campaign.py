@@ -20,8 +20,8 @@ store; requests fail or are slow; another machine goes on with the run while the
 does. In the end the store alone must hold the run, and nothing that rotation should have taken. In
 every third try the machines have 4, 3, 2 or 1 ranks; then the samples and the rows are compared.
 Every third try is of a script that uses compat's trainers.
-The store is a folder; with ``--s3`` it is a server that speaks S3 (``pip install -e '.[store]'``),
-behind a proxy that also cuts requests and answers, sends requests twice and lists late.
+The store is a folder; with ``--s3`` it is a server that speaks S3, behind a proxy that also cuts
+requests and answers, sends requests twice and lists late (``pip install -e '.[store-server]'``).
 """
 
 import argparse
