@@ -24,7 +24,7 @@ a pre-trained backbone (FrozenBatchNorm2d), and they keep the statistics of Imag
 model.weights_backbone=null it takes BatchNorm2d; then a backbone with GroupNorm, which needs no
 other images, is better (He et al., arXiv:1811.08883). Where batch norm stays, and its momentum is
 small, the AP of a short run may be 0 although the losses fall. The hook PreciseBN cures that; see
-docs/guide.md, "Batch norm after a short run".
+docs/guide/configuration.md, "Batch norm after a short run".
 
 PyPI's torchvision is built for the torch of PyPI. Beside a torch from another index, such as +cpu,
 its operators are missing; take both from the same index.

@@ -119,7 +119,7 @@ def test_evaluations_give_the_outputs_to_metrics(folder: Path) -> None:
 
 
 class TokenTrainer(SimpleTrainer):
-    """As in docs/guide.md."""
+    """As in docs/guide/hugging-face.md."""
 
     def weight(self, data: Any) -> Any:
         return (data["labels"][:, 1:] != -100).sum()

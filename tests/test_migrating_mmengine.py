@@ -179,7 +179,7 @@ def test_a_file_of_mmengines_runner_gives_its_weights_when_it_is_converted(
     run = folder / "mmengine-before+mmengine-convert"
     model = torch.nn.Module()
     model.linear = torch.nn.Linear(1, 1)
-    # As docs/guide.md says of the files of a runner.
+    # As docs/migrating.md says of the files of a runner.
     with pytest.raises(CorruptCheckpointError, match=r"epoch_3\.pth.*HistoryBuffer"):
         load_checkpoint(model, run / "work_dir" / "epoch_3.pth")
     load_checkpoint(model, run / "converted.pth")

@@ -1,6 +1,7 @@
-"""The programs of README.md and docs/guide.md run as they stand there."""
+"""The programs of README.md and of the guide, docs/guide, run as they stand there."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -24,7 +25,14 @@ from toys import linear_trainer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+FOLDER = ROOT / "docs" / "guide"
+INDEX = (FOLDER / "index.md").read_text(encoding="utf-8")
+PAGES = {
+    name: (FOLDER / name).read_text(encoding="utf-8")
+    for name in re.findall(r"^\| \[.+?\]\((.+?\.md)\) \|", INDEX, re.MULTILINE)
+}
+FIRST = ["data.md", "model.md", "run.md", "metrics.md"]
+GUIDE = "\n".join(PAGES.values())
 # torch 2.15 warns of Python 3.13.0, and of torchdata.
 STRICT = """\
 import warnings
@@ -86,12 +94,39 @@ def test_the_program_of_the_readme_agrees_with_itself_and_goes_on_when_started_a
     assert (output / "model_final.pth").read_bytes() == final
 
 
-def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
-    first = "import os, vision; os.environ['TORCH_HOME'] = 'downloads'"
-    first += "; os.environ.update(HF_HUB_OFFLINE='1', HF_HOME='downloads')"
+# Runs the first pages, and after them each further page with the names that they have defined.
+EACH_PAGE = """
+import json, pathlib
+
+
+def run_pages(names):
+    first, further = json.loads(pathlib.Path("pages.json").read_text())
+    for name, page in first.items():
+        exec(compile(page, name, "exec"), names)
+    before = dict(names)
+    for name, page in further.items():
+        print("page", name)
+        exec(compile(page, name, "exec"), names)
+        names.clear()
+        names.update(before)
+
+
+run_pages(globals())
+"""
+
+
+def test_the_blocks_of_each_page_of_the_guide_run_after_those_of_the_first_pages(
+    tmp_path: Path,
+) -> None:
+    pages = {name: "\n\n".join(programs(page)) for name, page in PAGES.items()}
+    first = {name: pages.pop(name) for name in FIRST}
+    (tmp_path / "pages.json").write_text(json.dumps([first, pages]))
+    start = "import os, vision; os.environ['TORCH_HOME'] = 'downloads'"
+    start += "; os.environ.update(HF_HUB_OFFLINE='1', HF_HOME='downloads')"
     # torch's compiler looks at it while it reads the inputs of a block.
-    first += "; warnings.filterwarnings('ignore', 'The .grad attribute of a Tensor')"
-    printed = run(tmp_path, "\n\n".join([first, *programs(GUIDE)]))
+    start += "; warnings.filterwarnings('ignore', 'The .grad attribute of a Tensor')"
+    printed = run(tmp_path, f"{start}\n{EACH_PAGE}")
+    assert re.findall("^page (.+)$", printed, re.MULTILINE) == [*pages]
     assert "CountBig" in printed
     assert re.search(r"rank 0 of 1 on cpu: loss 0\.00\d+", printed)
 
@@ -109,11 +144,15 @@ def test_the_script_of_the_guide_trains_on_any_number_of_processes(
     assert "Warning" not in printed
 
 
-def test_the_guide_lists_its_sections() -> None:
-    contents, _, sections = GUIDE.partition("\n## ")
-    titles = re.findall(r"^## (.+)$", f"## {sections}", re.MULTILINE)
-    anchors = [title.lower().replace(",", "").replace(" ", "-") for title in titles]
-    assert sorted(re.findall(r"\]\(#([\w-]+)\)", contents)) == sorted(anchors)
+def test_the_guide_lists_its_pages_by_their_titles_and_the_first_ones_first() -> None:
+    listed = re.findall(r"^\| \[(.+?)\]\((.+?)\) \|", INDEX, re.MULTILINE)
+    titles = {name: page.partition("\n")[0] for name, page in PAGES.items()}
+    assert [(f"# {title}", name) for title, name in listed] == [
+        (title, name) for name, title in titles.items()
+    ]
+    assert [*titles][:4] == FIRST
+    there = {path.name for path in FOLDER.iterdir()}
+    assert there == {"index.md", *titles}
 
 
 def with_a_slow_rank(program: str) -> str:

@@ -79,8 +79,7 @@ if __name__ == "__main__":
 def train(folder: Path, name: str, column: int, stop: str, code: int) -> str:
     """Train, in two starts; the id of the run."""
     module = f"my_{name.lower()}"
-    imports = "from pathlib import Path\n"
-    (folder / "once.py").write_text(imports + ONCE.partition("\n\ntracked.")[0])
+    (folder / "once.py").write_text(ONCE.partition("\n\ntracked.")[0])
     (folder / f"{module}.py").write_text(MODULES[f"{module}.py"])
     rest = "\n    ".join(row[1 - column] for row in ROWS)
     names = {"module": module, "name": name, "tracker": name.lower()}

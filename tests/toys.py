@@ -55,7 +55,7 @@ class LinearLoss(nn.Module):
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers as one, as in docs/guide.md."""
+    """Several optimizers as one, as in docs/guide/optimizers.md."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers

@@ -46,7 +46,7 @@ NO_EPOCHS = (
 )
 ONE_POSITION = (
     "A checkpoint has the main process's position in the %s, and each rank continues from there. "
-    "That is right only if all ranks have the same state; docs/guide.md shows how to save theirs"
+    "That is right only if all ranks have the same state; see docs/guide/data.md to save theirs"
 )
 STARTS_AGAIN = (
     "The position in the %s could not be restored, so its loader starts from the beginning. A "
@@ -210,7 +210,7 @@ def _refuse_loaders(loader: Iterable[Any]) -> None:
         # torchdata would read it again up to its place, and at the second resume too far.
         raise TypeError(
             f"{type(loader).__name__} needs a state_dict() and load_state_dict() of "
-            f"{type(dataset).__name__} to continue; docs/guide.md has an example"
+            f"{type(dataset).__name__} to continue; docs/guide/data.md has an example"
         )
 
 

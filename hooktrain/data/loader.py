@@ -266,7 +266,7 @@ def build_train_loader(
 
     An ``IterableDataset`` has an order of its own, and is read by torch's ``DataLoader``, which
     cannot continue. To continue, give the trainer torchdata's ``StatefulDataLoader`` in place of
-    this; docs/guide.md has an example.
+    this; docs/guide/data.md has an example.
 
     Args:
         dataset: a data set with ``__len__`` and ``__getitem__``, or an ``IterableDataset``, which

@@ -112,7 +112,7 @@ class TrainingSampler(StreamSampler):
     """All indices of a data set, in each epoch in another order.
 
     The order is torch's random permutation, which takes 8 bytes a sample on each rank. For billions
-    of samples docs/guide.md has a sampler that takes no memory.
+    of samples docs/guide/data.md has a sampler that takes no memory.
 
     Args:
         size: the length of the data set, at least 1.

@@ -18,7 +18,7 @@ from hooktrain.utils.names import is_loss
 # Advice for errors about numbers that are not finite.
 WHERE_IT_BEGINS = (
     "To see where it begins, resume inside torch.autograd.set_detect_anomaly(True), "
-    'or as in docs/guide.md, "When a run goes wrong"'
+    "or as in docs/guide/debugging.md"
 )
 NONFINITE_HINT = f"hooks.SkipNonFinite() skips such updates. {WHERE_IT_BEGINS}"
 

@@ -38,7 +38,7 @@ _NOT_EXACT = (
     "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is expected "
     "if the configuration, the number of ranks or the machine has changed, or on an "
     "accelerator without torch.use_deterministic_algorithms. If nothing has: "
-    'docs/guide.md, "When a run goes wrong"'
+    "docs/guide/debugging.md"
 )
 
 

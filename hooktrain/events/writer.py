@@ -130,8 +130,8 @@ class FunctionWriter(ScalarWriter):
 
     What the function refuses is given to it again, and in order, by the next write. It waits in
     the storage, and so in each checkpoint, up to 10,000 iterations with values. After a kill the
-    function gets the values after the last checkpoint twice; the guide shows how a tracker keeps
-    them once.
+    function gets the values after the last checkpoint twice; docs/guide/trackers.md shows how a
+    tracker keeps them once.
 
     Args:
         log: the function. It is called as ``log(metrics, step=iteration)``, with a dict of floats

@@ -147,7 +147,7 @@ def warn_of_settings(
     if changes:
         logger.warning(
             "The optimizer's settings are those of the checkpoint: %s. For your lr resume without "
-            "the hooks, as in docs/guide.md; for other settings of yours %s",
+            "the hooks, as in docs/guide/configuration.md; for other settings of yours %s",
             ", ".join(dict.fromkeys(changes)),
             WITHOUT_OPTIMIZER,
         )

@@ -36,7 +36,7 @@ _CLIPPINGS = (
 
 _CLOSURES = (
     "an optimizer that needs a closure, such as LBFGS or SAM, is called in a run_step of yours: "
-    "see 'Your step' in docs/guide.md"
+    "see docs/guide/step.md"
 )
 
 NOTHING = nullcontext()  # has no state: one serves everywhere

@@ -19,7 +19,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         optim_wrapper["generator"].update_params(loss)
 
     Metrics of a member carry its name: ``generator.grad_norm``. Several optimizers with one loss
-    are a single one; see "Several optimizers" in docs/guide.md.
+    are a single one; see docs/guide/optimizers.md.
 
     Args:
         wrappers: one :class:`OptimWrapper` per keyword.
@@ -39,7 +39,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         raise AttributeError(
             f"an OptimWrapperDict has no {name!r}: each optimizer has a loss of its own, in a "
             f"run_step or train_step that calls optim_wrapper[name].{name}, where the name is one "
-            f"of {[*self]}. For one loss see 'Several optimizers' in docs/guide.md"
+            f"of {[*self]}. For one loss see docs/guide/optimizers.md"
         )
 
     @property

@@ -406,7 +406,7 @@ def test_a_stream_is_read_in_its_own_order() -> None:
 
 
 class Jumping(IterableDataset[Tensor]):
-    """As in docs/guide.md; a number of each generator in each sample."""
+    """As in docs/guide/data.md; a number of each generator in each sample."""
 
     place = 0
 

@@ -102,7 +102,7 @@ class OptimWrapperDict(solver.OptimWrapperDict):
     def _of_each(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"there are several optimizers: call optim_wrapper[name].update_params(loss) for each "
-            f"of {[*self]}; for one loss see 'Several optimizers' in docs/guide.md"
+            f"of {[*self]}; for one loss see docs/guide/optimizers.md"
         )
 
     update_params = backward = step = _of_each

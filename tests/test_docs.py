@@ -1,0 +1,64 @@
+"""Every link of the documents leads somewhere, and every document that the code names is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("examples/**/*.md"),
+    *ROOT.glob("hooktrain/**/*.md"),
+]
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!`)\[[^]\n]*\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
+
+
+def prose(path: Path) -> str:
+    """The text of a document without its blocks of code."""
+    return FENCE.sub("", path.read_text(encoding="utf-8"))
+
+
+def anchors(path: Path) -> set[str]:
+    """Those of the headings, as GitHub and the site's generator make them."""
+    titles = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "document", [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+)
+def test_the_links_of_a_document_lead_to_files_and_headings(document: str) -> None:
+    path = ROOT / document
+    dead = []
+    for groups in LINK.findall(prose(path)):
+        link = "".join(groups)
+        if re.match(r"https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_the_documents_have_many_links() -> None:
+    links = [link for path in DOCUMENTS for link in LINK.findall(prose(path))]
+    assert len(links) > 60
+
+
+def test_the_documents_that_the_code_names_exist() -> None:
+    sources = [
+        path
+        for folder in ("hooktrain", "configs", "tools", "tests", "examples")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    named = {
+        (name, str(path.relative_to(ROOT)))
+        for path in sources
+        for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 15
+    assert [each for each in sorted(named) if not (ROOT / each[0]).is_file()] == []
