@@ -95,23 +95,30 @@ class MetricEvaluator(DatasetEvaluator):
             all ranks, on the CPU of the main process. So are metrics that are not a mean over the
             samples, such as F1, R2, AUC and correlations. Tensors are concatenated, also those in
             dicts and tuples, and lists are chained.
+        name: the name of the result; None takes that of the function or of the object's class. If
+            the metric returns a dict, its names follow this one, as in ``"name/recall"``, or stand
+            alone for None.
 
     Raises:
         TypeError: for a class in place of an object.
-        ValueError: for a lambda, since the result has the name of the function; for a function
-            that takes the targets first, such as those of scikit-learn.
+        ValueError: for a lambda without a name; for a function that takes the targets first, such
+            as those of scikit-learn.
     """
 
     def __init__(
-        self, metric: Any, target_key: str = "label", *, whole: bool = False
+        self,
+        metric: Any,
+        target_key: str = "label",
+        *,
+        whole: bool = False,
+        name: str | None = None,
     ) -> None:
         _check_metric(metric)
         kind = type(metric).__name__
-        self._name = getattr(metric, "__name__", kind)
+        self._is_named = name is not None
+        self._name = name or getattr(metric, "__name__", kind)
         if self._name == "<lambda>":
-            raise ValueError(
-                "a metric has the name of its function: give a def, not a lambda"
-            )
+            raise ValueError("a lambda has no name for its result: give name=")
         if not hasattr(metric, "compute"):
             metric = _Whole(metric) if whole else _Mean(metric)
         self._metric = metric
@@ -140,7 +147,7 @@ class MetricEvaluator(DatasetEvaluator):
     def evaluate(self) -> dict[str, Any]:
         """The metric over the batches of all ranks, under its name. Collective."""
         result = self._metric.compute()
-        if isinstance(result, Mapping):
+        if isinstance(result, Mapping) and not self._is_named:
             return dict(result)
         return {self._name: result}
 
@@ -290,7 +297,8 @@ class DatasetEvaluators(DatasetEvaluator):
             twice = merged.keys() & results.keys()
             if twice:
                 raise ValueError(
-                    f"several evaluators give results under the names {sorted(twice)}"
+                    f"several evaluators give results under the names {sorted(twice)}: "
+                    "MetricEvaluator(metric, name=...) gives another one"
                 )
             merged.update(results)
         DatasetEvaluators.evaluations += bool(merged)

@@ -165,15 +165,27 @@ def share_of_right_ones(outputs: Tensor, targets: Tensor) -> Tensor:
 def evaluate_metrics() -> dict[str, Any]:
     # Here, since the ranks of the other tests import this module too. It takes seconds.
     import vision  # noqa: F401, I001  # before torchmetrics, which imports torchvision
-    from torchmetrics import MetricCollection
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+    from torchmetrics import ClasswiseWrapper, MetricCollection
+    from torchmetrics.classification import (
+        MulticlassAccuracy,
+        MulticlassF1Score,
+        MulticlassRecall,
+    )
 
     loader = share_of(comm.get_rank(), comm.get_world_size())
     of_torchmetrics = MetricCollection(
         {"acc": MulticlassAccuracy(2, average="micro"), "f1": MulticlassF1Score(2)}
     )
     ours = ClassificationEvaluator(["no", "yes"])
-    metrics = [share_of_right_ones, of_torchmetrics, ours]
+    by_class = ClasswiseWrapper(MulticlassRecall(2, average=None), labels=["no", "yes"])
+    metrics = [
+        share_of_right_ones,
+        of_torchmetrics,
+        MulticlassRecall(2),
+        MetricEvaluator(MulticlassRecall(2, average="micro"), name="micro"),
+        MetricEvaluator(by_class, name="by class"),
+        ours,
+    ]
     return inference_on_dataset(lambda batch: batch[0], loader, metrics)
 
 
@@ -183,6 +195,10 @@ def test_functions_and_objects_of_torchmetrics_are_evaluators() -> None:
     assert first["share_of_right_ones"] == first["acc"] == pytest.approx(0.6)
     # Of the class 0: precision 1/3, recall 1. Of the class 1: precision 1, recall 2/4.
     assert first["f1"] == pytest.approx((0.5 + 2 / 3) / 2)
+    assert first["MulticlassRecall"] == pytest.approx(0.75)
+    assert first["micro"] == pytest.approx(0.6)
+    recalls = {"multiclassrecall_no": 1.0, "multiclassrecall_yes": 0.5}
+    assert first["by class"] == recalls
     assert first["classification"]["accuracy"] == 60.0
 
 
