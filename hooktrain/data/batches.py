@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, repeat
 from operator import length_hint
 from typing import Any
 
@@ -62,7 +62,7 @@ class Batches(Iterator[Any]):
     keep a copy of the data set.
 
     Args:
-        loader: any iterable of batches.
+        loader: any iterable of batches; None gives None for each batch, without end.
         name: the name of the data in warnings.
 
     Attributes:
@@ -71,8 +71,8 @@ class Batches(Iterator[Any]):
         first: the checksums of the first batches of a ``DataLoader``, of up to two workers.
     """
 
-    def __init__(self, loader: Iterable[Any], name: str = "data") -> None:
-        self.loader = loader
+    def __init__(self, loader: Iterable[Any] | None, name: str = "data") -> None:
+        self.loader: Any = loader
         self._name = name
         self.epoch = 0
         self._taken = 0  # the batches of this epoch
@@ -101,7 +101,8 @@ class Batches(Iterator[Any]):
             _refuse_loaders(self.loader)
             if self.epoch > 0:
                 self._set_epoch()
-            self._iterator = start_workers(self.loader)
+            batches = repeat(None) if self.loader is None else self.loader
+            self._iterator = start_workers(batches)
         return self._iterator
 
     def _set_epoch(self) -> None:
@@ -162,11 +163,11 @@ class Batches(Iterator[Any]):
         self._iterator = None
         if "loader" in state_dict and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state_dict["loader"])
-        else:
+        elif self.loader is not None:
             logger.warning(STARTS_AGAIN, self._name)
 
 
-def warn_of_equal_samples(loader: Iterable[Any]) -> None:
+def warn_of_equal_samples(loader: Any) -> None:
     """Warn if ranks read the same samples, or if workers draw the same random numbers.
 
     Args:
@@ -191,7 +192,7 @@ def warn_of_equal_samples(loader: Iterable[Any]) -> None:
         dataset = getattr(dataset, "dataset", None)
 
 
-def _refuse_loaders(loader: Iterable[Any]) -> None:
+def _refuse_loaders(loader: Any) -> None:
     """Refuse several loaders, and one that would come back to a wrong place."""
     items = loader if isinstance(loader, list | tuple) else ()
     are_loaders = any(isinstance(each, DataLoader | TrainLoader) for each in items)

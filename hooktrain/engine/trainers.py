@@ -54,7 +54,8 @@ class ModelTrainer(TrainerBase):
         model: the model. If all of it is in evaluation mode, it is put into training mode. Else
             its layers keep their modes, such as a frozen BatchNorm, and the log names those that
             are in evaluation mode.
-        data_loader: an iterable of batches; see :class:`hooktrain.data.batches.Batches`.
+        data_loader: an iterable of batches; see :class:`hooktrain.data.batches.Batches`. None is
+            for steps that make their own data, as in reinforcement learning: each batch is None.
         optimizer: a torch optimizer, an :class:`hooktrain.solver.OptimWrapper`, or a dict
             of several of either by name.
         gather_metric_period: the ranks exchange their metrics every so many iterations, or
@@ -87,7 +88,7 @@ class ModelTrainer(TrainerBase):
     def __init__(
         self,
         model: nn.Module,
-        data_loader: Iterable[Any],
+        data_loader: Iterable[Any] | None,
         optimizer: Any,
         gather_metric_period: int | str = 20,
         zero_grad_before_forward: bool = False,
@@ -121,12 +122,12 @@ class ModelTrainer(TrainerBase):
         self.optim_wrapper.optimizer = optimizer
 
     @property
-    def data_loader(self) -> Iterable[Any]:
+    def data_loader(self) -> Any:
         """The loader."""
         return self._data_loader_iter.loader
 
     @data_loader.setter
-    def data_loader(self, data_loader: Iterable[Any]) -> None:
+    def data_loader(self, data_loader: Any) -> None:
         self._data_loader_iter = Batches(data_loader)  # the name is detectron2's
         self._loader_length = length_hint(data_loader)
 
@@ -483,7 +484,7 @@ class AMPTrainer(SimpleTrainer):
     def __init__(
         self,
         model: nn.Module,
-        data_loader: Iterable[Any],
+        data_loader: Iterable[Any] | None,
         optimizer: torch.optim.Optimizer,
         gather_metric_period: int | str = 20,
         zero_grad_before_forward: bool = False,

@@ -116,7 +116,7 @@ class MetricEvaluator(DatasetEvaluator):
         _check_metric(metric)
         kind = type(metric).__name__
         self._is_named = name is not None
-        self._name = name or getattr(metric, "__name__", kind)
+        self._name = getattr(metric, "__name__", kind) if name is None else name
         if self._name == "<lambda>":
             raise ValueError("a lambda has no name for its result: give name=")
         if not hasattr(metric, "compute"):

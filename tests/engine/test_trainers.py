@@ -76,6 +76,56 @@ def test_training_equals_a_loop_written_by_hand_bit_for_bit(zero_first: bool) ->
     assert torch.equal(trainer.model.fc.weight, model.fc.weight)
 
 
+class Bandit(SimpleTrainer):
+    """Learns by REINFORCE which of four arms pays; each draws its own data."""
+
+    def compute_loss(self, data: None) -> dict[str, Tensor]:
+        chances = self.model.fc.weight[0].log_softmax(0)
+        arms = torch.multinomial(chances.exp(), 16, replacement=True)
+        rewards = (arms == 2).float() + torch.rand(16)
+        return {"loss": -(chances[arms] * rewards).mean(), "reward": rewards.mean()}
+
+
+def bandit(folder: Path) -> tuple[Bandit, Checkpointer]:
+    model = LinearLoss()
+    trainer = Bandit(model, None, sgd(model))
+    trainer.seed = 5
+    saver = Checkpointer(model, folder, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(saver, 3)])
+    return trainer, saver
+
+
+def test_a_step_without_a_loader_goes_on_as_if_never_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = bandit(tmp_path / "whole")
+    whole.train(max_iter=9)
+    rewards = whole.storage.history("reward").values()
+    assert len({value for value, _ in rewards}) == 9
+    stopped, _ = bandit(tmp_path / "parts")
+    stopped.register_hooks([StopOnce(5)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train(max_iter=9)
+    resumed, saver = bandit(tmp_path / "parts")
+    saver.resume_or_load("")
+    assert resumed.done == 3
+    resumed.train(max_iter=9)
+    assert resumed.storage.history("reward").values() == rewards
+    assert torch.equal(resumed.model.fc.weight, whole.model.fc.weight)
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_what_needs_a_loader_says_so(tmp_path: Path) -> None:
+    trainer, _ = bandit(tmp_path)
+    with pytest.raises(ValueError, match=r"'2 epochs'.*trainer\.epoch_length"):
+        trainer.train(max_epochs=2)
+    model = LinearLoss()
+    with pytest.raises(TypeError, match="NoneType") as caught:
+        SimpleTrainer(model, None, sgd(model)).train(max_iter=1)
+    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
+        assert "compute_loss(data)" in caught.value.__notes__[0]
+
+
 def test_a_prefix_stands_before_every_name() -> None:
     trainer = net_trainer()
     with trainer.storage:
