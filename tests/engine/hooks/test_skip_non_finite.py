@@ -1,4 +1,3 @@
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer, StepTrainer, hooks
-from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.model.sharding import shard_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
@@ -210,115 +208,3 @@ def one_accumulation_is_open(folder: str) -> int:
 
 def test_gradients_of_an_open_accumulation_are_not_looked_at(tmp_path: Path) -> None:
     assert run_ranks(one_accumulation_is_open, 2, str(tmp_path)) == [1, 1]
-
-
-def with_spikes(at: set[int]) -> SimpleTrainer:
-    """A trainer of 40 like batches, in each process; those of the last rank may spike."""
-    model = LinearLoss()
-    wrapped: nn.Module = model
-    if comm.get_world_size() > 1:
-        wrapped = create_ddp_model(model)
-    here = at if comm.get_rank() == comm.get_world_size() - 1 else set()
-    data = [batches(1)[0] * (10 if i in here else 1) for i in range(40)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    trainer = SimpleTrainer(wrapped, data, optimizer, gather_metric_period=7)
-    trainer.register_hooks([hooks.SkipNonFinite(3, max_ratio=5)])
-    return trainer
-
-
-def skipped_on_ranks() -> tuple[list[Any], Tensor]:
-    trainer = with_spikes({4, 30})
-    trainer.train(max_iter=34)
-    skipped = trainer.storage.history("skipped_updates").values()
-    return skipped, trainer.model.module.fc.weight.detach()
-
-
-def test_a_spike_of_the_loss_is_skipped_by_all_ranks_alike() -> None:
-    trainer = with_spikes({4, 30})
-    trainer.train(max_iter=25)
-    state = copy.deepcopy(trainer.state_dict())
-    middle = copy.deepcopy(trainer.model.state_dict())
-    trainer.train(max_iter=34)
-    # In iteration 4 nothing tells what is high.
-    assert trainer.storage.history("skipped_updates").values() == [(1.0, 30)]
-    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
-    assert losses[30] > 50 * losses[29] > 50 * losses[31] > 0
-    resumed = with_spikes({4, 30})
-    resumed.model.load_state_dict(middle)
-    resumed.load_state_dict(state)
-    resumed.train(max_iter=34)
-    assert torch.equal(resumed.model.fc.weight, trainer.model.fc.weight)
-    (skipped, first), (by_other, second) = run_ranks(skipped_on_ranks, 2)
-    assert skipped == by_other == [(1.0, 30)]
-    assert torch.equal(first, second)
-
-
-def test_a_loss_that_stays_high_ends_the_run() -> None:
-    with pytest.raises(FloatingPointError, match="iteration 33"):
-        with_spikes(set(range(30, 40))).train(max_iter=40)
-
-
-class Given(nn.Module):
-    """Its loss is the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, loss: Tensor) -> Tensor:
-        one = 1 + self.weight - self.weight.detach()
-        return loss.mean() * one.sum()
-
-
-def skipped_of(losses: list[float], *further: Any) -> tuple[list[int], list[float]]:
-    """The iterations whose update was skipped, and the losses that the hook has kept."""
-    model: nn.Module = Given()
-    if comm.get_world_size() > 1:
-        model = create_ddp_model(model)
-    data = [torch.tensor([loss]) for loss in losses]
-    trainer = SimpleTrainer(model, data, adam(model), gather_metric_period=50)
-    hook = hooks.SkipNonFinite(50, max_ratio=3)
-    trainer.register_hooks([hook, *further])
-    trainer.train(max_iter=len(losses))
-    skips = trainer.storage.histories().get("skipped_updates")
-    return [i for _, i in skips.values()] if skips else [], [*hook.recent]
-
-
-def skipped_with_and_without_exchanges() -> list[Any]:
-    losses = [2.5] * 30 + [1.0] * 45 + [4.0] + [1.0] * 4
-    exchange = CallbackHook(after_step=lambda trainer: trainer.synchronize())
-    return [skipped_of(losses), skipped_of(losses, exchange)]
-
-
-def test_when_the_ranks_exchange_their_metrics_does_not_change_what_is_a_spike() -> (
-    None
-):
-    for found in run_ranks(skipped_with_and_without_exchanges, 2):
-        (skipped, _), (with_exchanges, _) = found
-        assert skipped == with_exchanges == [75]
-
-
-def test_losses_whose_median_is_not_positive_have_no_spikes() -> None:
-    assert skipped_of([-1.0] * 30 + [5.0, -1.0])[0] == []
-    assert skipped_of([0.0] * 30 + [5.0, 0.0])[0] == []
-
-
-def test_an_infinite_loss_is_no_part_of_the_median_and_a_new_run_begins_anew() -> None:
-    skipped, recent = skipped_of([1.0, math.inf] * 30 + [4.0, 1.0])
-    assert skipped == [*range(1, 61, 2), 60]
-    assert recent == [1.0] * 30 + [4.0, 1.0]
-    trainer = with_spikes(set())
-    trainer.train(0, 30)
-    trainer.train(0, 3)
-    assert len(trainer.hooks[0].recent) == 3  # type: ignore[attr-defined]
-
-
-def test_an_impossible_ratio_or_step_for_it_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_ratio.*: 1"):
-        hooks.SkipNonFinite(max_ratio=1)
-    model = Two()
-    wrappers = OptimWrapperDict(
-        one=OptimWrapper(adam(model.one)), two=OptimWrapper(adam(model.two))
-    )
-    with pytest.raises(ValueError, match="run_step"):
-        run(model, data(set()), wrappers, 20, 3.0)
