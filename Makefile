@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: train test gpu store lint format docs benchmark clean
+.PHONY: train test gpu store lint format docs check-site benchmark clean
 
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
@@ -35,7 +35,11 @@ format: .venv/installed-dev
 
 docs: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	$(BIN)/python tools/api_reference.py output/api
+	$(BIN)/python -m sphinx -W --keep-going -q -d output/doctrees docs output/site
+
+check-site: docs
+	$(BIN)/python -m pip install --quiet playwright
+	$(BIN)/python tools/check_site.py
 
 benchmark: .venv/installed
 	$(BIN)/python tools/benchmark.py step

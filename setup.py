@@ -105,7 +105,7 @@ setup(
         "store-server": [*STORE, "moto[server]>=5.0"],  # to test stores with
         "vision": ["torchvision>=0.24"],
         "trackers": ["wandb>=0.19", "mlflow>=2.15"],
-        "docs": ["pdoc>=15", *TENSORBOARD],
+        "docs": ["furo>=2024.8.6", "myst-parser>=4.0", "sphinx>=8.1", *TENSORBOARD],
         "dev": [
             *TENSORBOARD,
             *PLOT,

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hooktrain.utils.names import locate
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     *ROOT.glob("*.md"),
@@ -62,3 +64,24 @@ def test_the_documents_that_the_code_names_exist() -> None:
     }
     assert len(named) > 15
     assert [each for each in sorted(named) if not (ROOT / each[0]).is_file()] == []
+
+
+def test_the_reference_has_a_page_for_each_package() -> None:
+    packages = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in ROOT.glob("hooktrain/**/__init__.py")
+    }
+    pages = {
+        re.sub(r".*\.\. package:: (\S+)\s*", r"\1", path.read_text(), flags=re.DOTALL)
+        for path in ROOT.glob("docs/reference/*.rst")
+    }
+    assert pages == packages - {"hooktrain"}
+
+
+def test_references_of_docstrings_name_what_there_is() -> None:
+    for path in ROOT.glob("hooktrain/**/*.py"):
+        text = path.read_text("utf-8")
+        for name in re.findall(r":(?:class|func|mod|meth|attr|data):`(.*?)`", text):
+            assert "~" not in name, f"{path}: a page would show {name}"
+            if name.startswith("hooktrain."):
+                locate(name)

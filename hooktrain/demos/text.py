@@ -289,7 +289,7 @@ class TextGPT(nn.Module):
             generator: of the random numbers, on the CPU; None is torch's global one.
 
         Returns:
-            The prompt and what follows: int64, shape (T + count,), on the CPU.
+            The prompt and what follows, int64 of shape (T + count,), on the CPU.
         """
         tokens = prompt.cpu()
         for _ in range(count):

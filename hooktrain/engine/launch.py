@@ -67,7 +67,7 @@ def launch(
         num_machines: the number of machines.
         machine_rank: the number of this machine, from 0.
         dist_url: the address of machine 0 at which several machines meet, such as
-            "tcp://192.168.1.7:29500". The processes of one machine find a free port by
+            ``"tcp://192.168.1.7:29500"``. The processes of one machine find a free port by
             themselves.
         args: the arguments of ``main_func``; to start processes they must be picklable.
         timeout: the timeout of the collectives.

@@ -143,7 +143,7 @@ class TrainerBase:
 
     @property
     def epoch_length(self) -> int | None:
-        """The iterations of an epoch: as many as were set, or else as the loader has; or None."""
+        """The iterations of an epoch, as they were set or as the loader has them, or None."""
         own = -(-self._loader_length // self.batches_per_step)  # rounded up
         return self._epoch_length or own or None
 

@@ -216,7 +216,7 @@ class BaseStrategy:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
 
     def place_model(self, model: nn.Module) -> nn.Module:
-        """Move a model to :attr:`device`, with the first rank's weights. A collective."""
+        """Move a model to ``self.device``, with the first rank's weights. A collective."""
         model = model.to(self.device)
         _broadcast((*model.parameters(), *model.buffers()))
         return model

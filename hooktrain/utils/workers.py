@@ -20,7 +20,7 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     """Return ``iter(loader)``, whose workers survive signals that are sent to all processes.
 
     If a signal killed a worker, the run would end with an error before it could save a checkpoint.
-    So the workers of a torch ``DataLoader`` block the signals of :data:`ENDING`, and only this
+    So the workers of a torch ``DataLoader`` block the signals of ``ENDING``, and only this
     process handles them. The workers end with this process, even if they hang. With the start
     method "forkserver" they do not survive SIGTERM, which ends their server.
 

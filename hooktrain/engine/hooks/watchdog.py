@@ -32,7 +32,7 @@ class Watchdog(HookBase):
 
     Args:
         timeout_s: in seconds, above 0. After so long without progress the process ends with the
-            exit code 124 (:data:`EXIT_HUNG`).
+            exit code 124.
         first_s: the limit until the end of the first iteration, which may compile, if it is longer.
 
     Raises:
