@@ -24,6 +24,7 @@ FLOORS = {
     "hooktrain.evaluation": 3,
     "hooktrain.strategy": 4,
     "hooktrain.engine": 5,
+    "hooktrain.api": 6,
     "hooktrain.demos": 6,
     "hooktrain.compat": 6,
     "hooktrain.compat.detectron2": 7,

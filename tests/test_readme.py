@@ -94,6 +94,59 @@ def test_the_program_of_the_readme_agrees_with_itself_and_goes_on_when_started_a
     assert (output / "model_final.pth").read_bytes() == final
 
 
+def without_numbers(line: str) -> str:
+    """A line of the log without its times and measurements, and without the folder of the run."""
+    line = re.sub(r"eta: [\d:]+  ", "", line)
+    line = re.sub(r"/\S+/output/", "output/", line)
+    return re.sub(r"\d+[\d.:]*(e-\d+)?", "N", line)
+
+
+def test_the_readme_shows_what_its_program_prints(tmp_path: Path) -> None:
+    (program,) = programs(README)
+    printed = run(tmp_path, program).splitlines()
+    (shown,) = re.findall(
+        r"lines with those of a run. -->\n```\n(.*?)```", README, re.S
+    )
+    parts = shown.split("...\n")
+    table = [line for line in parts[0].splitlines() if re.match(r"\D", line)]
+    assert table == printed[4:11]
+    lines = "\n".join(map(without_numbers, printed))
+    first, middle, last = (
+        "\n".join(map(without_numbers, p.splitlines())) for p in parts
+    )
+    assert lines.startswith(first)
+    assert f"\n{middle}\n" in lines
+    assert lines.endswith(last)
+
+
+def test_the_program_of_the_readme_is_one_run_of_two_processes(tmp_path: Path) -> None:
+    (program,) = programs(README)
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    alone.mkdir()
+    both.mkdir()
+    run(alone, program)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    printed = run(both, program, *torchrun)
+    assert printed.count("The model, on 2 x cpu") == 1
+    assert printed.count("iter: 199") == 1
+    one, two = (folder / "output" / "readme" for folder in (alone, both))
+    rows = [
+        [
+            json.loads(line)
+            for line in (folder / "metrics.json").read_text().splitlines()
+        ]
+        for folder in (one, two)
+    ]
+    assert [row["iteration"] for row in rows[1]] == list(range(19, 200, 20))
+    # Batch norm sees half of each batch; else they are the same.
+    first, second = (each[0]["mean_loss"] for each in rows)
+    assert first == pytest.approx(second, rel=0.05)
+    assert first != second
+    saved = torch.load(two / "model_final.pth", weights_only=True)
+    assert saved["trainer"]["meta"]["world_size"] == 2
+    assert (two / "log.txt.rank1").exists()
+
+
 # Runs the first pages, and after them each further page with the names that they have defined.
 EACH_PAGE = """
 import json, pathlib

@@ -392,7 +392,7 @@ class Checkpointer:
 
     def resume_or_load(
         self,
-        path: AnyPath | None,
+        path: AnyPath | None = None,
         *,
         resume: bool = True,
         checkpointables: Names = None,
@@ -404,7 +404,8 @@ class Checkpointer:
         the checkpoint has the names and shapes of the model's tensors.
 
         Args:
-            path: the model to start from, if there is no checkpoint in ``save_dir``; "" for none.
+            path: the model to start from, if there is no checkpoint in ``save_dir``; "" and None
+                load nothing.
             resume: whether to look into ``save_dir``.
             checkpointables: see :meth:`load`. To resume, all of them must be in the checkpoint if
                 this is None.

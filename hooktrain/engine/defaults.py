@@ -223,7 +223,9 @@ def _log_changes(before: str, now: str) -> None:
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
     """Make writers to the console, to ``metrics.json`` and to TensorBoard.
 
-    Without the package ``tensorboard`` there is no writer for it.
+    Without the package ``tensorboard`` there is no writer for it. If logging has not been set up,
+    this does it, to the terminal and to ``log.txt``; see
+    :func:`hooktrain.utils.logger.setup_logger`.
 
     Args:
         output_dir: the folder to write to; the first write creates it.
@@ -235,6 +237,8 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
     if not output_dir:
         raise ValueError("output_dir is '': give a folder, such as './output'")
     output_dir = on_disk(output_dir)
+    if not logger.hasHandlers():
+        setup_logger(output_dir)
     metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
     if find_spec("tensorboard") is not None:
@@ -253,7 +257,7 @@ def default_hooks(
     best_metric: str | None = None,
     best_mode: str | None = None,
     best_ema: hooks.EMA | None = None,
-    writers: Sequence[EventWriter] = (),
+    writers: Sequence[EventWriter] | None = None,
     log_period: int | str = 20,
 ) -> list[hooks.HookBase]:
     """Make the usual hooks: time, schedule, evaluate, write, save, and sum up.
@@ -273,7 +277,8 @@ def default_hooks(
         best_mode: ``"max"`` or ``"min"``; see :class:`hooktrain.engine.hooks.BestCheckpointer`.
         best_ema: the hook whose averaged weights go into ``model_best.pth``; None saves the raw
             weights.
-        writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`.
+        writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`. None makes those of
+            :func:`default_writers`, to the folder of the Checkpointer, if it has one.
         log_period: the period of the writers.
 
     Raises:
@@ -283,6 +288,9 @@ def default_hooks(
         raise ValueError(
             f"{eval_period=} and {best_metric=} need an eval_function, not None"
         )
+    if writers is None:
+        folder = checkpointer.save_dir
+        writers = default_writers(folder) if folder else []
     if not isinstance(scheduler, hooks.LRScheduler):
         scheduler = hooks.LRScheduler(scheduler=scheduler or [])
     found: list[hooks.HookBase] = [hooks.IterationTimer(), scheduler]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from tabulate import tabulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -108,17 +109,26 @@ def without_masks(model: nn.Module, broken: set[str]) -> set[str]:
     return {name for name in broken if not f".{name}".endswith(masks)}
 
 
-def log_size(model: nn.Module) -> None:
-    """Log the number of parameters of a model, and its modules in the log file."""
+def log_parts(model: nn.Module) -> None:
+    """Log a table of a model's children, with the model itself in its last row.
+
+    It has the number of their parameters and of those that are trained, and their modes. The log
+    file has all modules too.
+    """
     bare = unwrap_model(model)
     logger.debug("Model:\n%s", bare)
-    sizes = [(p.numel(), p.requires_grad) for p in bare.parameters() if not is_lazy(p)]
+    rows = []
+    for name, part in [*bare.named_children(), ("", bare)]:
+        known = [p for p in part.parameters() if not is_lazy(p)]
+        sizes = [p.numel() for p in known]
+        trained = [p.numel() for p in known if p.requires_grad]
+        mode = "train" if part.training else "eval"
+        rows.append((name, type(part).__name__, sum(sizes), sum(trained), mode))
     logger.info(
-        "%s parameters, %s of them trainable, on %d x %s",
-        f"{sum(size for size, _ in sizes):,}",
-        f"{sum(size for size, is_trained in sizes if is_trained):,}",
+        "The model, on %d x %s:\n%s",
         comm.get_world_size(),
         compute_device(bare).type,
+        tabulate(rows, ["name", "type", "parameters", "trained", "mode"], intfmt=","),
     )
 
 

@@ -18,7 +18,6 @@ from hooktrain.engine.losses import NONFINITE_HINT
 from hooktrain.engine.preflight import (
     check_parts,
     log_modes,
-    log_size,
     set_modes,
     trainable,
     warn_of_lost_calls,
@@ -95,14 +94,13 @@ class ModelTrainer(TrainerBase):
         async_write_metrics: bool = False,
     ) -> None:
         super().__init__()
-        log_size(model)  # it refuses anything but a module
+        set_modes(model)  # it refuses anything but a module
         self.optim_wrapper = self.updating = as_optim_wrapper(optimizer)
         self.optim_wrapper.name_parameters(model)
         self.data_loader = data_loader
         self.sync_period = in_iterations(gather_metric_period, self.epoch_length)
         check_count("gather_metric_period (train.log_period)", self.sync_period)
         self.model = init_weights_once(model)
-        set_modes(model)
         self.losses: State = {}
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics

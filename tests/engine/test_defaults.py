@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -377,6 +378,40 @@ def test_without_tensorboard_its_writer_is_left_out(
     monkeypatch.setattr("hooktrain.engine.defaults.find_spec", lambda name: None)
     kinds = [type(writer) for writer in default_writers(str(tmp_path))]
     assert kinds == [CommonMetricPrinter, JSONWriter]
+
+
+def test_the_default_hooks_write_into_the_folder_of_the_checkpointer(
+    tmp_path: Path,
+) -> None:
+    for folder, count in ((tmp_path, 3), ("", 0)):
+        saver = Checkpointer(nn.Linear(1, 1), folder)
+        made = default_hooks(checkpointer=saver, checkpoint_period=5)
+        (writer,) = [each for each in made if isinstance(each, hooks.PeriodicWriter)]
+        assert len(writer.writers) == count
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks(default_hooks(checkpointer=saver, checkpoint_period=5))
+    trainer.train(max_iter=2)
+    assert '"iteration": 1' in (tmp_path / "metrics.json").read_text()
+
+
+def test_the_log_is_set_up_with_the_writers_unless_it_has_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("hooktrain.test")
+    default_writers(str(tmp_path))  # pytest has set up the root logger
+    assert not (tmp_path / "log.txt").exists()
+    monkeypatch.setattr(logging.root, "handlers", [])
+    try:
+        default_writers(str(tmp_path))
+        log.info("first")
+        default_writers(str(tmp_path / "another"))
+        log.info("second")
+    finally:
+        close_logger()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("second")
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 2
+    assert not (tmp_path / "another").exists()
 
 
 def test_the_default_hooks_evaluate_then_write_then_save(tmp_path: Path) -> None:

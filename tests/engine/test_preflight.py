@@ -1,6 +1,7 @@
 """Model and optimizer that do not belong together are refused, or warned about."""
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -13,13 +14,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gloo import run_ranks
-from hooktrain.engine import SimpleTrainer, create_ddp_model
+from hooktrain.engine import SimpleTrainer, create_ddp_model, hooks
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.preflight import check_parts, log_size, warn_of_events
+from hooktrain.engine.preflight import check_parts, log_parts, warn_of_events
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils import comm
-from toys import LinearLoss, batches, sgd
+from toys import LinearLoss, batches, linear_trainer, sgd
 
 
 def test_a_run_is_refused_before_its_hooks_begin() -> None:
@@ -83,22 +84,44 @@ def warnings_of_ranks(told: list[str]) -> None:
     check_parts(alone, OptimWrapper(sgd(alone)))
 
 
-def test_the_model_is_for_the_log_file_and_its_size_for_the_console(
+def test_the_model_is_for_the_log_file_and_a_table_of_its_parts_for_the_console(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "hooktrain.engine.preflight")
     shared = nn.Linear(100, 10, bias=False)
     model = nn.Module()
-    model.body = nn.Sequential(shared, nn.BatchNorm1d(10)).requires_grad_(False)
+    model.body = nn.Sequential(shared, nn.BatchNorm1d(10)).requires_grad_(False).eval()
     model.head = nn.Sequential(nn.Linear(10, 30), shared).double()
     model.late = nn.LazyLinear(2)
+    model.tail = nn.Linear(4, 2, device="meta")
     model.scale = nn.Parameter(torch.ones(5000))
-    log_size(nn.DataParallel(model))
-    structure, total = caplog.records
-    assert (structure.levelname, total.levelname) == ("DEBUG", "INFO")
+    log_parts(nn.DataParallel(model))
+    structure, table = caplog.records
+    assert (structure.levelname, table.levelname) == ("DEBUG", "INFO")
     assert repr(model) in structure.getMessage()
-    text = "6,350 parameters, 5,330 of them trainable, on 1 x cpu"
-    assert total.getMessage() == text
+    text = """\
+The model, on 1 x cpu:
+name    type          parameters    trained  mode
+------  ----------  ------------  ---------  ------
+body    Sequential         1,020          0  eval
+head    Sequential         1,330        330  train
+late    LazyLinear             0          0  train
+tail    Linear                10         10  train
+        Module             6,360      5,340  train"""
+    assert table.getMessage() == text
+
+
+def test_a_run_whose_metrics_are_written_shows_the_parts_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    with caplog.at_level(logging.INFO):
+        trainer.train(max_iter=2)
+        assert "parameters" not in caplog.text
+        trainer.register_hooks([hooks.PeriodicWriter([])])
+        trainer.train(max_iter=6)
+    assert caplog.text.count("The model, on 1 x cpu") == 1
+    assert re.search(r"fc +Linear +15 +15  train", caplog.text)
 
 
 def warnings_of_two_periods() -> None:

@@ -118,7 +118,7 @@ class Checkpointer(core.Checkpointer):
         return states[0]
 
     def resume_or_load(
-        self, path: AnyPath | None, *, resume: bool = True, **chosen: Any
+        self, path: AnyPath | None = None, *, resume: bool = True, **chosen: Any
     ) -> State:
         """Load the newest intact checkpoint of ``save_dir``, or the model of ``path``."""
 

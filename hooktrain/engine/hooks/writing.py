@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from hooktrain.engine.hook_base import HookBase
+from hooktrain.engine.preflight import log_parts
 from hooktrain.events import EventWriter
 from hooktrain.utils.file_io import AnyPath, is_disk_full
 from hooktrain.utils.logger import hide_progress, pretty_seconds, show_progress
@@ -87,7 +88,9 @@ class PeriodicWriter(HookBase):
         self._period = Period(period)
 
     def before_train(self) -> None:
-        """Let the writers go on where the run starts."""
+        """Log the parts of the model; let the writers go on where the run starts."""
+        if hasattr(self.trainer, "model"):
+            log_parts(self.trainer.model)
         for writer in self.writers:
             writer.rewind(self.trainer.start_iter)
 
