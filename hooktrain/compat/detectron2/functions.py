@@ -1,7 +1,7 @@
 """detectron2's functions that read its configurations, or have no counterpart here."""
 
 import logging
-import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,6 @@ def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:
 def seed_all_rng(seed: int | None = None) -> None:
     """Call :func:`hooktrain.utils.env.seed_all_rng`; None draws a seed, and logs it."""
     if seed is None:
-        seed = int.from_bytes(os.urandom(4), "little")
+        seed = secrets.randbits(32)
         logger.info("Seeding with the randomly drawn seed %d", seed)
     env.seed_all_rng(seed)

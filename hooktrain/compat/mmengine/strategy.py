@@ -22,11 +22,12 @@ from hooktrain.compat.mmengine.build import (
 )
 from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS, STRATEGIES
 from hooktrain.config import instantiate
+from hooktrain.engine.hooks.lr_scheduler import check_schedulers
 from hooktrain.engine.preflight import check_parts
 from hooktrain.model.sharding import on_meta
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
-from hooktrain.solver.build import Wrappers, scale_lr
+from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
 from hooktrain.strategy.base import Compile
@@ -104,7 +105,7 @@ class BaseStrategy(strategy.BaseStrategy):
     ) -> None:
         if type(self) is BaseStrategy:
             raise TypeError("make a SingleDeviceStrategy, DDPStrategy or FSDPStrategy")
-        self._env_kwargs = dict(env_kwargs or {})
+        self._env_kwargs = env_kwargs or {}
         super().__init__(**_settings(self._env_kwargs), **kwargs)
         self.work_dir = os.path.abspath(on_disk(work_dir))
         self.timestamp = time.strftime("%Y%m%d_%H%M%S")
@@ -112,7 +113,7 @@ class BaseStrategy(strategy.BaseStrategy):
         self.logger = logging.getLogger("hooktrain.strategy")
         self._experiment_name = experiment_name
         self._log_kwargs = log_kwargs
-        self._auto_scale_lr = dict(auto_scale_lr or {})
+        self._auto_scale_lr = auto_scale_lr or {}
 
     def setup(self) -> None:
         """As the base class does; then log as ``log_kwargs`` asks for."""
@@ -292,9 +293,17 @@ class BaseStrategy(strategy.BaseStrategy):
         """Multiply learning rates by the batch of all ranks over ``base_batch_size``."""
         if not self._auto_scale_lr.get("enable"):
             return
-        base = self._auto_scale_lr["base_batch_size"]
         own = self.dispatch_kwargs["train_micro_batch_size_per_gpu"]
-        scale_lr(self.optim_wrapper, comm.data_parallel_size() * own, base)
+        batch = comm.data_parallel_size() * own
+        ratio = batch / self._auto_scale_lr["base_batch_size"]
+        for wrapper in wrappers_by_name(self.optim_wrapper).values():
+            for group in wrapper.param_groups:
+                if "initial_lr" in group:
+                    raise RuntimeError(
+                        "a scheduler has noted the learning rates before they were scaled: "
+                        "build schedulers afterwards"
+                    )
+                group["lr"] = group["lr"] * ratio
 
     def _initialize_counts(self, done: int = 0) -> None:
         """Tell the wrappers how long the run is, so that its last accumulation is shorter."""
@@ -330,8 +339,7 @@ class BaseStrategy(strategy.BaseStrategy):
     def _build_param_scheduler(
         self, scheduler: Any, optim_wrapper: OptimWrapper, default_args: dict[str, Any]
     ) -> list[Any]:
-        built = build_param_scheduler(scheduler, optim_wrapper, default_args)
-        return built  # type: ignore[return-value]  # of one optimizer
+        return build_param_scheduler(scheduler, optim_wrapper, default_args)  # type: ignore[return-value]
 
     def model_state_dict(self) -> State:
         """The model's state, by names without a wrapper. A collective.
@@ -389,14 +397,7 @@ class BaseStrategy(strategy.BaseStrategy):
                 scheduler.load_state_dict(state)
 
     def _check_scheduler_state(self, state_dict: Schedulers) -> None:
-        here, saved = (
-            {name: len(each) for name, each in _by_name(given).items()}
-            for given in (self.param_schedulers, state_dict)
-        )
-        if here != saved:
-            raise ValueError(
-                f"the state has so many schedulers: {saved}, and this run: {here}"
-            )
+        check_schedulers(_by_name(self.param_schedulers), _by_name(state_dict))
 
     def save_checkpoint(
         self,
@@ -500,11 +501,11 @@ class BaseStrategy(strategy.BaseStrategy):
             self.work_dir, resume_optimizer, resume_param_scheduler, callback
         )
         if filename is None:
-            state = checkpointer.resume_or_load("", resume=True)
+            state = checkpointer.resume_or_load("")
             if not state:
                 return None
         else:
-            state = checkpointer.load(filename, [*checkpointer.checkpointables])
+            state = checkpointer.load(filename, checkpointer.checkpointables)
         meta = state.get("meta") or {}
         done = meta.get("iter", 0)
         self.seed = meta.get("seed", self.seed)

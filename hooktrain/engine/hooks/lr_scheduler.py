@@ -274,17 +274,23 @@ class LRScheduler(HookBase):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse the state of other schedulers."""
-        here = {name: len(each) for name, each in self._schedules_by_name().items()}
-        states = _saved_schedulers(state_dict)
-        saved = {name: len(each) for name, each in states.items()}
-        if here != saved:
-            raise ValueError(
-                f"the state has so many schedulers: {saved}, and this run: {here}"
-            )
+        check_schedulers(self._schedules_by_name(), _saved_schedulers(state_dict))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, when training starts."""
         self._loaded = dict(state_dict)
+
+
+def check_schedulers(
+    schedules: Mapping[str, list[Any]], states: Mapping[str, list[Any]]
+) -> None:
+    """Refuse states, by the names of optimizers, that are of more or fewer schedules."""
+    here = {name: len(each) for name, each in schedules.items()}
+    saved = {name: len(each) for name, each in states.items()}
+    if here != saved:
+        raise ValueError(
+            f"the state has so many schedulers: {saved}, and this run: {here}"
+        )
 
 
 def _saved_schedulers(state_dict: Mapping[str, Any]) -> Mapping[str, list[Any]]:
