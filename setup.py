@@ -16,7 +16,6 @@ assert VERSION is not None
 
 TENSORBOARD = ["tensorboard>=2.14", "pillow>=9.4"]
 PLOT = ["matplotlib>=3.7"]
-PROGRESS = ["tqdm>=4.66"]
 SAFETENSORS = ["safetensors>=0.4"]
 DETECTION = ["pillow>=9.4", "pycocotools>=2.0.8"]
 STORE = ["s3fs>=2024.2"]
@@ -98,7 +97,6 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "plot": PLOT,
-        "progress": PROGRESS,
         "detection": DETECTION,
         "safetensors": SAFETENSORS,
         "store": STORE,
@@ -109,7 +107,6 @@ setup(
         "dev": [
             *TENSORBOARD,
             *PLOT,
-            *PROGRESS,
             *DETECTION,
             "datasets>=5.0",
             "hypothesis>=6.90",

@@ -8,7 +8,7 @@ import pytest
 from processes import run_program
 from test_readme import GUIDE, programs, write
 
-BLOCKS = dict(re.findall(r"```py\n# (float8|tune)\.py\n(.*?)```", GUIDE, re.DOTALL))
+BLOCKS = dict(re.findall(r"```py\n# (bar|float8|tune)\.py\n(.*?)```", GUIDE, re.DOTALL))
 BEFORE = [
     next(block for block in programs(GUIDE) if text in block)
     for text in (
@@ -27,6 +27,19 @@ def run(folder: Path, recipe: str, then: str) -> str:
     done = run_program(script, folder=folder)
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def test_the_bar_of_tqdm_shows_the_losses(tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    then = """
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+trainer = SimpleTrainer(model, train_loader, optimizer)
+trainer.register_hooks([hooks.PeriodicWriter([Bar()], period=10)])
+trainer.train(max_iter=20)
+"""
+    printed = run(tmp_path, "bar", then)
+    assert re.search(r"20/20 .*total_loss=\d", printed)
 
 
 def test_float8_by_torchao_trains_with_the_same_names(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
 from numbers import Real
-from operator import length_hint
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
-from hooktrain.utils.logger import hide_progress, pretty_seconds, show_progress
+from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import add_note, did_you_mean, names_used
 from hooktrain.utils.tensors import compute_device, is_sharded, mover_to, to_device
 from hooktrain.utils.workers import start_workers
@@ -319,8 +318,7 @@ def inference_on_dataset(
     model's ``forward`` is given by keywords.
 
     A module is put into evaluation mode. Afterwards, also after an error, each of its submodules is
-    in its former mode again. A bar on the terminal shows the progress. Without a
-    terminal, a line is logged instead, at most every five seconds.
+    in its former mode again. The progress is logged, at most every five seconds.
 
     Each rank calls this with its own share of the data, which may be empty. The ranks of a sharded
     model compute together, so a rank with fewer batches calls it with stand-ins, which the
@@ -331,8 +329,8 @@ def inference_on_dataset(
     Args:
         model: a module, or any function of a batch. A function has no mode, and its batches are
             not moved.
-        data_loader: gives the batches once. Without a length there is no ETA. It may also be a
-            dict of several loaders by name, which are evaluated one after the other.
+        data_loader: gives the batches once. It may also be a dict of several loaders by name,
+            which are evaluated one after the other.
         evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it, or
             a list of several of them. None only measures the speed. Several loaders share one, or
             have a dict of evaluators by the same names.
@@ -409,26 +407,21 @@ def inference_on_dataset(
 def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any, bool]]:
     """The batches to call the model with, and whether each is one of this rank's.
 
-    This shows the progress from time to time, and at the end how long it took.
+    This logs the progress from time to time, and at the end how long it took.
     """
     start = last_line = time.perf_counter()
-    total = length_hint(data_loader, -1)
     done = 0
     own = start_workers(data_loader)
     batches: Any = zip(own, repeat(True))
     if computes_together(module):
         batches = in_step(own, compute_device(module))
-    try:
-        for done, batch in enumerate(batches, 1):
-            yield batch
-            timer.beat()
-            is_watched = show_progress("Evaluating", done, total)
-            now = time.perf_counter()
-            if not is_watched and now - last_line >= _SECONDS_BETWEEN_LINES:
-                last_line = now
-                _tell(done, now - start)
-    finally:
-        hide_progress("Evaluating")
+    for done, batch in enumerate(batches, 1):
+        yield batch
+        timer.beat()
+        now = time.perf_counter()
+        if now - last_line >= _SECONDS_BETWEEN_LINES:
+            last_line = now
+            _tell(done, now - start)
     if done == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
     device = compute_device(module)

@@ -1,11 +1,10 @@
-"""Logging to the terminal and to a file; a progress bar."""
+"""Logging to the terminal and to a file."""
 
 import logging
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from termcolor import colored
 
@@ -54,10 +53,6 @@ class _TerminalHandler(_Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is not None:  # None in a process that was started without it
             self.stream = sys.stdout
-            # Without tqdm's lock: a signal's handler may log while a bar is being drawn. The next
-            # step draws the bar again, below this line.
-            for bar in list(_bars.values()):
-                bar.clear(nolock=True)
             super().emit(record)
 
 
@@ -137,57 +132,6 @@ def close_logger(name: str = "hooktrain") -> None:
             handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
-
-
-# By title, those of tqdm that are shown.
-_bars: dict[str, Any] = {}
-
-
-def show_progress(title: str, done: int, total: int) -> bool:
-    """Show a progress bar below the lines of the log, on a terminal or in a notebook.
-
-    The bar is tqdm's; without tqdm, an extra, there is none. It stays until :func:`hide_progress`.
-
-    Args:
-        title: the beginning of the bar.
-        done: the number of finished items.
-        total: the number of items; below 1 if it is unknown.
-
-    Returns:
-        Whether there is a bar; otherwise the caller should log its progress in lines.
-    """
-    if title not in _bars:
-        handlers = logging.getLogger("hooktrain").handlers
-        is_wanted = any(
-            isinstance(each, _TerminalHandler) and each.level <= logging.INFO
-            for each in handlers
-        )
-        if not is_wanted or sys.stdout is None:
-            return False
-        try:
-            from tqdm.auto import tqdm
-        except ImportError:
-            return False
-        bar = tqdm(
-            desc=title,
-            initial=done,
-            total=total if total > 0 else None,
-            file=sys.stdout,
-            disable=None,  # unless it is a terminal or a notebook
-            leave=False,
-            dynamic_ncols=True,
-        )
-        if bar.disable:
-            return False
-        _bars[title] = bar
-    _bars[title].update(done - _bars[title].n)
-    return True
-
-
-def hide_progress(title: str) -> None:
-    """Remove the progress bar of this title, if there is one."""
-    if title in _bars:
-        _bars.pop(title).close()
 
 
 def pretty_seconds(seconds: float) -> str:

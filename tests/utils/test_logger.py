@@ -1,25 +1,17 @@
-"""Records on the terminal and in files; the progress bar."""
+"""Records on the terminal and in files."""
 
 import io
-import itertools
 import logging
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tqdm.std
 
 from hooktrain.utils import comm
-from hooktrain.utils.logger import (
-    close_logger,
-    hide_progress,
-    setup_logger,
-    show_progress,
-)
+from hooktrain.utils.logger import close_logger, setup_logger
 
 NAME = "hooktrain_of_this_test"
 TIME = r"\d\d:\d\d:\d\d"
@@ -51,78 +43,6 @@ def test_a_level_chooses_what_the_terminal_shows(
     levels = ("DEBUG: debug", "INFO: info", "WARNING: warning")
     lines = [rf"\[{DATE} {TIME}\] {NAME}.engine {line}\n" for line in levels]
     assert re.fullmatch("".join(lines), (tmp_path / "a/b/log.txt").read_text())
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-    def shown(self) -> list[str]:
-        """The lines that a terminal shows, with each carriage return obeyed."""
-        lines = []
-        for line in self.getvalue().split("\n"):
-            shown = ""
-            for part in line.split("\r"):
-                shown = part + shown[len(part) :]
-            lines.append(shown.rstrip())
-        return lines
-
-
-class File(Screen):
-    def isatty(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize(
-    ("stream", "options", "is_there"),
-    [
-        (Screen, {}, True),
-        (File, {}, False),
-        (Screen, {"level": "quiet"}, False),
-        (Screen, {"configure_stdout": False}, False),
-        (Screen, {"distributed_rank": 1}, False),
-    ],
-)
-def test_a_bar_stands_below_the_lines_on_a_terminal(
-    stream: type[Screen], options: Any, is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = itertools.count()
-    monkeypatch.setattr(sys, "stdout", screen := stream())
-    monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
-    monkeypatch.setattr(tqdm.std, "_screen_shape_wrapper", lambda: lambda _: (60, 24))
-    assert not show_progress("Evaluating", 1, 4)  # logging is not set up
-    setup_logger(color=False, **options)
-    bars = []
-    try:
-        for done, total in [(1, 4), (3, 4), (4, 4), (1, -1)]:
-            assert show_progress("Evaluating", done, total) == is_there
-            bars.append(re.sub(r" +\d+%\|.*\|| \[.*", "", screen.shown()[-1]))
-            setup_logger(name=NAME, color=False).info("hello")
-            if done == total:
-                hide_progress("Evaluating")
-    finally:
-        hide_progress("Evaluating")
-        close_logger()
-    expected = [
-        "Evaluating: 1/4",
-        "Evaluating: 3/4",
-        "Evaluating: 4/4",
-        "Evaluating: 1it",
-    ]
-    assert bars == (expected if is_there else [""] * 4)
-    assert re.fullmatch(rf"({TIME} hello\n){{4}}", "\n".join(screen.shown()))
-
-
-def test_without_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", screen := Screen())
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    setup_logger()
-    try:
-        assert not show_progress("Training", 0, 4)
-        hide_progress("Training")
-    finally:
-        close_logger()
-    assert screen.getvalue() == ""
 
 
 def test_setting_up_again_replaces_what_was_there(

@@ -8,7 +8,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.preflight import log_parts
 from hooktrain.events import EventWriter
 from hooktrain.utils.file_io import AnyPath, is_disk_full
-from hooktrain.utils.logger import hide_progress, pretty_seconds, show_progress
+from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import Period
 
@@ -21,7 +21,7 @@ class IterationTimer(HookBase):
     """Records the seconds of each iteration as ``time``, and logs at the end where the time went.
 
     The log has the trainer's clock: the seconds in steps, evaluations and saves, also those before
-    the run was killed and resumed. On a terminal the hook draws a progress bar.
+    the run was killed and resumed.
 
     Args:
         warmup_iter: so many slower iterations at the start of a run are not recorded.
@@ -37,22 +37,16 @@ class IterationTimer(HookBase):
         trainer = self.trainer
         self._clock, self._storage = trainer.clock, trainer.storage
         self._last = self._clock.own
-        self._is_watched = show_progress(
-            "Training", trainer.start_iter, trainer.max_iter
-        )
 
     def after_step(self) -> None:
-        """Record the time of the step, and move the bar."""
-        own, done = self._clock.own, self.trainer.done
-        if done > self._warmup_iter:
+        """Record the time of the step."""
+        own = self._clock.own
+        if self.trainer.done > self._warmup_iter:
             self._storage.put_scalar("time", own - self._last, reproducible=False)
         self._last = own
-        if self._is_watched:
-            show_progress("Training", done, self.trainer.max_iter)
 
     def after_train(self) -> None:
         """Log the parts of the time."""
-        hide_progress("Training")
         clock = self.trainer.clock
         parts = {"steps": clock.own, **clock.pauses}
         texts = [f"{name} {pretty_seconds(each)}" for name, each in parts.items()]

@@ -28,7 +28,6 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
     PeriodicWriter,
     Preemption,
-    writing,
 )
 from hooktrain.events import (
     CommonMetricPrinter,
@@ -107,17 +106,6 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_is_told_by_its_parts(
     # Of the saves those of the best and at 8 and 12: no checkpoint has its own.
     parts = "steps 0:00:48, evaluation 0:00:21, save 0:00:09"
     assert f"Total training time: 0:01:18 for 12 iterations ({parts})" in caplog.text
-
-
-@pytest.mark.parametrize("watched", [True, False])
-def test_who_watches_sees_a_bar(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    draw = lambda *args: drawn.append(args) or watched  # noqa: E731
-    monkeypatch.setattr(writing, "show_progress", draw)
-    monkeypatch.setattr(writing, "hide_progress", drawn.append)
-    Idle(IterationTimer(warmup_iter=0)).train(0, 4)
-    bars = [("Training", i, 4) for i in range(5)]
-    assert drawn == [*(bars if watched else bars[:1]), "Training"]
 
 
 @pytest.mark.parametrize(
