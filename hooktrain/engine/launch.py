@@ -46,16 +46,18 @@ def launch(
 ) -> Any:
     """Run ``main_func(*args)`` in every process of a distributed run.
 
-    - Under torchrun, srun or mpirun, which have already started the processes, this one
-      joins the others, and the numbers given here are ignored; see
+    - In a process group that was made before, as by Ray or in a notebook, it calls the function.
+      Who made the group has chosen the device, and leaves the group.
+    - Under torchrun, srun, mpirun or submitit, which have already started the processes, this
+      one joins the others, and the numbers given here are ignored; see
       :func:`hooktrain.strategy.environment.get_rank_info`.
     - For a single process, or none, it calls the function, without a process group.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.
 
-    While ``main_func`` runs, there is a process group, and one for each machine
-    (``comm.get_local_rank()``), and the current accelerator is that of the local rank. When
-    a rank fails, the others fail too, and report the error of the first.
+    Of several processes that join each other, the current accelerator is that of the local rank
+    while ``main_func`` runs (``comm.get_local_rank()``). When a rank fails, the others fail too,
+    and report the error of the first.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the started processes. If their
     parent is killed, so are they (Linux).
@@ -77,7 +79,8 @@ def launch(
         The result of ``main_func``; None if processes were started for it.
 
     Raises:
-        ValueError: if the arguments contradict each other.
+        ValueError: if the arguments contradict each other, or the launcher's variables are
+            incomplete.
         RuntimeError: if a started process failed, with its rank and traceback; under a
             launcher, if another rank failed before this one.
         SystemExit: if a started process called ``sys.exit()`` with another code than 0, which ends
@@ -87,6 +90,8 @@ def launch(
         raise ValueError(
             f"machine_rank must be in [0, {num_machines}), got {machine_rank!r}"
         )
+    if dist.is_initialized():
+        return main_func(*args)
     launcher = environment.infer_launcher()
     if launcher == "pytorch" or environment.get_rank_info(launcher).world_size > 1:
         return _run_rank(main_func, args, launcher, backend, timeout)

@@ -16,6 +16,7 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
 from hooktrain.strategy.ddp import refuse_unexchanged
+from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
 from hooktrain.utils.tensors import compute_device
@@ -38,11 +39,18 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
         optim_wrapper: the optimizer of the model, or several.
 
     Raises:
-        ValueError: if the optimizers have no parameter of the model, or if the ranks do not
-            exchange all gradients.
+        ValueError: if the optimizers have no parameter of the model, if the ranks do not
+            exchange all gradients, or if the launcher's variables are incomplete.
     """
     check_optimizers(model, optim_wrapper)
     refuse_unexchanged(model)
+    started = count_processes()
+    if started > comm.get_world_size():
+        logger.warning(
+            "%d processes were started together, and this one has joined none: each trains a "
+            "model of its own. To train one, call launch(main) or strategy.setup() first",
+            started,
+        )
     is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
     is_whole = is_wrapped or computes_together(model)
     if comm.get_world_size() > 1 and not is_whole:

@@ -23,12 +23,12 @@ from hooktrain.utils.env import seed_all_rng
 
 logger = logging.getLogger(__name__)
 
-Launcher = Literal["none", "pytorch", "slurm", "mpi"]
+Launcher = Literal["none", "pytorch", "slurm", "mpi", "submitit"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # Rank, rank on the machine, number of processes, number on the machine. The first launcher whose
 # variables are set started this process: mpirun's daemons may be tasks of srun, and srun may start
-# torchrun.
+# torchrun, or submitit's local executor.
 _VARIABLES: dict[Launcher, tuple[str, ...]] = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpi": (  # Open MPI
@@ -37,7 +37,14 @@ _VARIABLES: dict[Launcher, tuple[str, ...]] = {
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"),
+    "submitit": (  # its local executor, which has one machine; otherwise it is srun that starts
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_LOCALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        "SUBMITIT_LOCAL_NTASKS",
+    ),
+    # The last one has the ranks on the machine, such as 2,3.
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GTIDS"),
 }
 
 
@@ -62,8 +69,8 @@ def infer_launcher() -> Launcher:
     """The launcher of this process, from the environment variables.
 
     ``"pytorch"`` is torchrun, or another launcher that sets ``WORLD_SIZE``; ``"mpi"`` is Open MPI's
-    mpirun; ``"slurm"`` is srun. For the batch script of a SLURM job, which has srun's variables
-    too, it is ``"none"``.
+    mpirun; ``"slurm"`` is srun; ``"submitit"`` is its local executor. For the batch script of a
+    SLURM job, which has srun's variables too, it is ``"none"``.
     """
     is_batch_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
     for launcher, (_, _, world_size, _) in _VARIABLES.items():
@@ -81,28 +88,32 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
         launcher: see :func:`infer_launcher`.
 
     Raises:
-        KeyError: if a variable is missing.
-        ValueError: for an unknown launcher, or if a variable is not a number.
+        ValueError: for an unknown launcher, or if a variable is missing or not a number.
     """
     if launcher == "none":
         return RankInfo()
     if launcher not in _VARIABLES:
         raise ValueError(
-            f"launcher must be 'none', 'pytorch', 'slurm' or 'mpi', got {launcher!r}"
+            f"launcher must be 'none' or one of {[*_VARIABLES]}, got {launcher!r}"
         )
-    *values, here = [os.environ[name] for name in _VARIABLES[launcher]]
+    names = _VARIABLES[launcher]
+    found = dict(os.environ)
+    if "LOCAL_SIZE" in found:  # the name that DeepSpeed's launcher has for it
+        found.setdefault("LOCAL_WORLD_SIZE", found["LOCAL_SIZE"])
+    _, _, world_size, _ = names
+    if found.get(world_size) == "1":  # then the others are known
+        found = dict(zip(names, ("0", "0", "1", "1"), strict=True)) | found
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(
+            f"the environment lacks {missing}, though it says {world_size}="
+            f"{found.get(world_size)!r}. If each machine or container has one process, set "
+            "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a process on its own unset WORLD_SIZE"
+        )
+    *values, here = [found[name] for name in names]
     if launcher == "slurm":
-        here = _tasks_by_machine(here)[int(os.environ.get("SLURM_NODEID", "0"))]
+        here = str(len(here.split(",")))
     return RankInfo(*map(int, (*values, here)))
-
-
-def _tasks_by_machine(text: str) -> list[str]:
-    """The tasks on each machine; 2(x3),1 is two on each of three machines and one on a fourth."""
-    counts = []
-    for part in text.split(","):
-        count, _, machines = part.rstrip(")").partition("(x")
-        counts += [count] * int(machines or 1)
-    return counts
 
 
 def find_address(info: RankInfo) -> tuple[str, int]:
@@ -132,13 +143,15 @@ def count_processes(launcher: Launcher | None = None) -> int:
     Args:
         launcher: the program that started them; None infers it.
     """
-    started = get_rank_info(launcher or infer_launcher()).world_size
-    return max(comm.get_world_size(), started)
+    if dist.is_initialized():  # also by others, whose variables may be incomplete
+        return dist.get_world_size()
+    return get_rank_info(launcher or infer_launcher()).world_size
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted the run after a failure; 0 at first."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """How often torchrun has restarted the run after a failure, or SLURM has requeued its job."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return sum(int(os.environ.get(name, "0")) for name in names)
 
 
 def join_processes(
@@ -160,7 +173,6 @@ def join_processes(
         timeout: the timeout of collectives, as a timedelta or in seconds.
 
     Raises:
-        KeyError: as :func:`get_rank_info`.
         ValueError: as :func:`get_rank_info` and :func:`find_address`.
     """
     # The functions of this module have the default group as a default argument. If it is imported

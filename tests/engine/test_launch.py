@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from gloo import torchrun
+from gloo import run_ranks, torchrun
 from hooktrain.engine.launch import launch
 from hooktrain.utils import comm
 from processes import CONTEXT, alive, end, start, start_program, wait_until
@@ -78,9 +78,28 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_single_task_of_srun_is_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PROCID=0", "NTASKS=1", "LOCALID=0", "TASKS_PER_NODE=1"):
+    for name in ("PROCID=0", "NTASKS=1", "LOCALID=0", "GTIDS=0"):
         monkeypatch.setenv(*f"SLURM_{name}".split("="))
     assert launch(dist.is_initialized) is False
+
+
+def launch_as_a_guest() -> tuple[int, int, bool]:
+    """In a group that Ray, a notebook or a test has made, also with torchrun's variables."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    os.environ.update(torchrun(3), RANK=str(rank), LOCAL_RANK=str(rank))
+
+    def sum_of_ranks(first: int) -> int:
+        return int(comm.all_reduce(torch.tensor(first + dist.get_rank())).item())
+
+    total = launch(sum_of_ranks, 2, args=(10,))
+    with pytest.raises(KeyError, match="own"):  # the error itself, as it came
+        launch({}.__getitem__, args=("own",))
+    dist.barrier()
+    return rank, total, dist.group.WORLD is world
+
+
+def test_launch_joins_the_group_that_is_there_and_does_not_leave_it() -> None:
+    assert run_ranks(launch_as_a_guest, 3) == [(i, 33, True) for i in range(3)]
 
 
 def test_started_processes_are_the_ranks_and_share_the_cores(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from gloo import run_ranks
+from gloo import run_ranks, torchrun
 from hooktrain.engine import SimpleTrainer, create_ddp_model, hooks
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.preflight import check_parts, log_parts, warn_of_events
@@ -179,6 +179,19 @@ def warnings_of_one_stream() -> list[str]:
     trainer.sync_period = 1
     trainer.train(max_iter=3)
     return told
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_process_that_has_joined_none_of_the_others_is_told_so_at_the_start(
+    processes: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in torchrun(int(processes)).items():
+        monkeypatch.setenv(name, value)
+    model = LinearLoss()
+    SimpleTrainer(model, batches(1), sgd(model)).train(max_iter=1)
+    told = [r.message for r in caplog.records if "has joined none" in r.message]
+    assert len(told) == int(processes) - 1
+    assert all("2 processes" in each and "launch(main)" in each for each in told)
 
 
 def test_ranks_that_read_one_stream_are_told_so_once() -> None:
