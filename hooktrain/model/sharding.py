@@ -19,8 +19,7 @@ from hooktrain.utils.tensors import local_tensor, shard_like
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# A policy of mixed precision, or its arguments, in which data types may be names.
-Precision: TypeAlias = "MixedPrecisionPolicy | Mapping[str, Any] | None"
+Precision: TypeAlias = "MixedPrecisionPolicy | None"
 # Selects modules of a model: those of some classes, given as classes or by their bare
 # names, or those for which ``rule(name, module)`` is true.
 WrapRule: TypeAlias = (
@@ -53,9 +52,7 @@ def shard_model(
         wrap: the modules that are units of their own, such as the blocks of a
             transformer: the parameters of a unit are gathered together. The rest of the
             model is one more unit.
-        mp_policy: the data types to compute and to communicate in, or a dict of the
-            policy's arguments, in which data types may be names: ``{"param_dtype":
-            "bfloat16", "reduce_dtype": "float32"}``.
+        mp_policy: the data types to compute and to communicate in; None changes none.
         offload: keep parameters, gradients and the optimizer's state in CPU memory.
         reshard_after_forward: free a unit's parameters after its forward pass, and gather
             them again for the backward pass. False takes more memory and communicates
@@ -74,12 +71,12 @@ def shard_model(
         ValueError: for a rule that matches no module, or that puts modules with a shared
             parameter into different units.
         KeyError: on the first rank, for a tensor without a value.
-        TypeError: for a rule of another kind, or an unknown option of ``mp_policy``.
-        AttributeError: for an unknown data type in ``mp_policy``.
+        TypeError: for a rule of another kind.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
+        MixedPrecisionPolicy,
         OffloadPolicy,
         fully_shard,
     )
@@ -87,7 +84,7 @@ def shard_model(
     pinned = torch.accelerator.is_available()
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": build_mp_policy(mp_policy),
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
         # With None torch keeps the root's parameters after the forward pass, since the
         # backward pass begins there.
         "reshard_after_forward": None if reshard_after_forward else False,
@@ -163,26 +160,6 @@ def _selects(rule: WrapRule, name: str, module: nn.Module) -> bool:
     # The base classes count too, since fully_shard gives a module a class of its own.
     kinds = type(module).__mro__
     return any(kind in rule or kind.__name__ in rule for kind in kinds)
-
-
-def build_mp_policy(options: Precision) -> "MixedPrecisionPolicy":
-    """Build a policy from its arguments, in which data types may be names.
-
-    None changes no data type.
-
-    Raises:
-        TypeError: for an unknown option.
-        AttributeError: for an unknown data type.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    if isinstance(options, MixedPrecisionPolicy):
-        return options
-    typed: dict[str, Any] = {
-        name: getattr(torch, value) if isinstance(value, str) else value
-        for name, value in (options or {}).items()
-    }
-    return MixedPrecisionPolicy(**typed)
 
 
 def on_meta(model: nn.Module) -> bool:

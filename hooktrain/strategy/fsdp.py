@@ -37,8 +37,8 @@ class FSDPStrategy(BaseStrategy):
     Args:
         wrap: the modules whose parameters are gathered one module at a time: classes such as
             ``{Block}``, or a function of name and module.
-        mp_policy: the precision of the computation and of the exchange of gradients, such as
-            ``dict(param_dtype="bfloat16", reduce_dtype="float32")``.
+        mp_policy: torch's ``MixedPrecisionPolicy``: the precision of the computation and of the
+            exchange of gradients. None changes none.
         offload: whether to keep parameters, gradients and the optimizer's state in CPU memory. The
             process group then also needs a backend for the CPU: ``backend="cpu:gloo,cuda:nccl"``.
         activation_checkpointing: see :class:`BaseStrategy`; True means the modules of ``wrap``.
@@ -62,8 +62,6 @@ class FSDPStrategy(BaseStrategy):
         mesh: the mesh with these dimensions, from :meth:`setup` on.
 
     Raises:
-        TypeError: for an unknown option of ``mp_policy``.
-        AttributeError: for an unknown data type in ``mp_policy``.
         ValueError: in :meth:`setup`, if ``mesh`` has an unknown dimension or does not fit the
             number of ranks; in :meth:`wrap_model`, if ``wrap`` or ``parallelize`` does not fit
             the model.
@@ -90,7 +88,7 @@ class FSDPStrategy(BaseStrategy):
         super().__init__(activation_checkpointing=again or (), **kwargs)
         self.sharding: dict[str, Any] = {
             "wrap": wrap,
-            "mp_policy": sharding.build_mp_policy(mp_policy),
+            "mp_policy": mp_policy,
             "offload": offload,
             "reshard_after_forward": reshard_after_forward,
         }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from card import CUDA, Watched, needs_card
 from equality import assert_equal
@@ -27,7 +28,7 @@ STRATEGIES: dict[str, Any] = {
         FSDPStrategy,
         {
             "wrap": {Block},
-            "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
             "activation_checkpointing": True,
             "saves_shards": True,
         },

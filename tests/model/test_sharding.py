@@ -18,7 +18,6 @@ from equality import equal
 from gloo import run_ranks
 from hooktrain.demos.text import Block
 from hooktrain.model.sharding import (
-    build_mp_policy,
     checkpoint_activations,
     select_modules,
     shard_model,
@@ -122,9 +121,8 @@ def test_checkpointed_activations_are_computed_twice(two: list[dict[str, Any]]) 
 
 
 def _precisions() -> list[torch.dtype]:
-    model = make_sharded(
-        mp_policy={"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-    )
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = make_sharded(mp_policy=policy)
     seen: list[torch.dtype] = []
     inner = model.get_submodule("blocks.0.mlp_in")
     inner.register_forward_hook(lambda *arguments: seen.append(arguments[-1].dtype))
@@ -189,17 +187,6 @@ def test_a_mesh_of_two_dimensions_replicates_what_it_shards(one: list[float]) ->
     train(alone, make_wrapper(alone, accumulative_counts=2), DATA)
     expected = dict(alone.state_dict())
     torch.testing.assert_close(accumulated, expected, atol=1e-5, rtol=0)
-
-
-def test_a_policy_of_mixed_precision_is_built_of_names() -> None:
-    policy = build_mp_policy({"param_dtype": "bfloat16", "cast_forward_inputs": False})
-    assert policy == MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, cast_forward_inputs=False
-    )
-    assert build_mp_policy(policy) is policy
-    assert build_mp_policy(None) == MixedPrecisionPolicy()
-    with pytest.raises(AttributeError, match="'bf16'"):
-        build_mp_policy({"param_dtype": "bf16"})
 
 
 def test_a_rule_is_of_classes_or_a_function_of_name_and_module() -> None:
