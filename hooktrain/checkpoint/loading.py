@@ -8,7 +8,7 @@ import reprlib
 import socket
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -285,7 +285,10 @@ def load_checkpoint(
 
 
 def load_model_state(
-    model: nn.Module, state: Mapping[str, Any], strict: bool = False
+    model: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool = False,
+    may_lack: Iterable[str] = (),
 ) -> IncompatibleKeys:
     """Load the tensors that fit by name and shape, and warn of the others.
 
@@ -299,6 +302,7 @@ def load_model_state(
         model: changed in place.
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
         strict: whether to refuse the state if there is a difference. The model is as it was then.
+        may_lack: the names of tensors that are not missing if the state lacks them.
 
     Returns:
         The differences. What ``model.state_dict()`` leaves out on purpose is not missing.
@@ -308,6 +312,9 @@ def load_model_state(
         ValueError: with ``strict``, if there is a difference; otherwise, if nothing fits.
     """
     in_model = model.state_dict()
+    for name in may_lack:
+        if name not in state:
+            in_model.pop(name, None)
     loadable = _with_names_of(in_model, state)
     incorrect: list[tuple[str, Shape, Shape]] = []
     for name, ours in in_model.items():

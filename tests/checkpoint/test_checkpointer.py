@@ -42,7 +42,7 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA
+from hooktrain.engine.hooks import EMA, CallbackHook, PeriodicCheckpointer as Saving
 from hooktrain.model.sharding import shard_model
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full, sweep
@@ -287,6 +287,97 @@ def test_a_checkpoint_that_is_partial_on_purpose_is_resumed(
     checkpointer.resume_or_load("", strict=False)
     assert trainer.value == 5
     assert "'head.weight'" in caplog.text
+
+
+class Adapted(nn.Module):
+    """A pretrained layer that is frozen, with a norm, and an adapter of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4).requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.base(x) + self.adapter(x)).square().mean()
+
+
+def adapted_run(folder: Path, end: int, hook: Any = None, **options: Any) -> Any:
+    """Go on with a run of `Adapted` up to an iteration."""
+    model = Adapted()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trainer = SimpleTrainer(model, build_train_loader(DATA, **LOADING), optimizer)
+    saver = Checkpointer(model, folder, trainer=trainer, **options)
+    trainer.register_hooks([CallbackHook(before_step=hook), Saving(saver, 2)])
+    saver.resume_or_load()
+    trainer.train(max_iter=end)
+    return trainer
+
+
+DATA = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+LOADING: Any = {"total_batch_size": 8, "seed": 0}
+
+
+def test_a_run_without_its_frozen_parameters_goes_on_exactly(
+    shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"exclude_frozen_parameters": True, "sharded": shards}
+    whole = adapted_run(tmp_path / "whole", 8, **options)
+    for end in (3, 5, 8):
+        parts = adapted_run(tmp_path / "parts", end, **options)
+    assert_equal(parts.model.state_dict(), whole.model.state_dict())
+    losses = [each.storage.history("total_loss").values() for each in (parts, whole)]
+    assert losses[0] == losses[1]
+    saved = set(checkpoint(tmp_path / "parts", "model_final", shards)["model"])
+    statistics = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    trained = {name for name in whole.model.state_dict() if "adapter" in name}
+    assert saved == trained | statistics
+    assert [r for r in caplog.records if r.levelno > logging.INFO] == []
+
+
+def test_a_resume_without_frozen_parameters_refuses_what_else_is_missing(
+    shards: bool, tmp_path: Path
+) -> None:
+    adapted_run(tmp_path, 2, exclude_frozen_parameters=True, sharded=shards)
+    model = Adapted()
+    model.more = nn.Linear(4, 4)
+    lacking = Checkpointer(model, tmp_path, exclude_frozen_parameters=True)
+    with pytest.raises(ValueError, match=r"\['more\.weight', 'more\.bias'\]"):
+        lacking.resume_or_load()
+    del model.more, model.norm
+    with pytest.raises(ValueError, match=r"unexpected_keys: \['norm\.running_mean'"):
+        lacking.resume_or_load()
+    with pytest.raises(
+        ValueError, match=r"'base\.weight', 'base\.bias', 'norm\.weight"
+    ):
+        Checkpointer(Adapted(), tmp_path).resume_or_load()
+
+
+def test_a_parameter_that_was_trained_for_a_while_stays_in_checkpoints(
+    tmp_path: Path,
+) -> None:
+    def thaw(trainer: Any) -> None:
+        trainer.model.base.requires_grad_(2 <= trainer.iter < 4)
+        trainer.model.adapter[0].requires_grad_(trainer.iter < 4)
+
+    whole = adapted_run(tmp_path / "whole", 10, thaw, exclude_frozen_parameters=True)
+    assert not torch.equal(whole.model.base.weight, Adapted().base.weight)
+    for end in (3, 6, 8, 10):
+        folder = tmp_path / "parts"
+        parts = adapted_run(folder, end, thaw, exclude_frozen_parameters=True)
+    assert_equal(parts.model.state_dict(), whole.model.state_dict())
+
+
+def test_a_checkpoint_of_a_part_of_the_model_resumes_that_part(tmp_path: Path) -> None:
+    model = Adapted()
+    Checkpointer(model.adapter, tmp_path).save("adapter", iteration=3)
+    nn.init.zeros_(model.adapter[0].weight)
+    assert Checkpointer(model.adapter, tmp_path).resume_or_load() == {"iteration": 3}
+    assert_equal(model.state_dict(), Adapted().state_dict())
+    assert set(checkpoint(tmp_path, "adapter", False)["model"]) == {
+        f"{layer}.{name}" for layer in "01" for name in ("weight", "bias")
+    }
 
 
 class Compiled(nn.Module):
