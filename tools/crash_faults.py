@@ -89,9 +89,20 @@ def main(folder: str, variant: Variant, at_call: AtCall | None) -> None:
 
 def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     """What the first process of a run does, in a session of its own."""
+    launch_copies(main, variant.ranks, (folder, variant, at_call))
+
+
+def launch_copies(function: Any, ranks: int, args: tuple[Any, ...]) -> None:
+    """Call a function in ranks that are copies of this process, which begins a session.
+
+    Args:
+        function: what each rank does.
+        ranks: how many.
+        args: of the function. The first one is the output folder, and the log is beside it.
+    """
     os.setsid()
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}.collectives_"
-    with open(f"{folder}.log", "a") as file:
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{args[0]}.collectives_"
+    with open(f"{args[0]}.log", "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.register(STACKS, file=2)  # of the copies of this process too
@@ -100,7 +111,7 @@ def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
     multiprocessing.set_start_method("fork", force=True)
     module: Any = sys.modules[launch.__module__]
     module.start_processes = start_copies
-    launch(main, variant.ranks, args=(folder, variant, at_call))
+    launch(function, ranks, args=args)
 
 
 def start_copies(

@@ -106,11 +106,12 @@ def _is_of_live_process(number: str, host: str) -> bool:
         return False
     try:
         os.kill(int(number), 0)
+        # What is left of a killed process until its parent asks, which some containers never do.
+        return "Z (zombie)" not in Path(f"/proc/{number}/status").read_text()
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        pass  # it is a process of another user
-    return True
+    except OSError:
+        return True  # it is a process of another user, or the system has no such files
 
 
 def _put_back(aside: Path, target: Path) -> None:

@@ -193,6 +193,17 @@ def test_what_another_process_of_this_machine_is_writing_is_not_swept(
     assert names(tmp_path) == [*left, f"{left[1]}.1"]
 
 
+def test_what_a_killed_process_has_left_is_swept_before_its_parent_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    (tmp_path / f".a.tmp-hooktrain-{process.pid}-{socket.gethostname()}").touch()
+    sweep(tmp_path)
+    assert names(tmp_path) == []
+    process.wait()
+
+
 def test_a_folder_that_was_moved_aside_is_put_back_unless_its_place_is_taken(
     tmp_path: Path,
 ) -> None:
