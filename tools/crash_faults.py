@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from crash_scripts import SCRIPTS, Variant
+from crash_scripts import SCRIPTS, WATCHDOG_SECONDS, Variant
 from crash_store import Proxy, environment
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
@@ -204,7 +204,7 @@ def strike(fault: str, process: Any, variant: Variant, draw: random.Random) -> b
         return send(number, roles["all"])
     if fault == "all processes are suspended":
         hit = send(signal.SIGSTOP, roles["all"])
-        time.sleep(6)
+        time.sleep(WATCHDOG_SECONDS + 1)
         send(signal.SIGCONT, roles["all"])
         return hit
     if fault == "a rank hangs":  # the only one would stop its own watchdog too

@@ -110,8 +110,7 @@ class Checkpointer:
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
         self.run_files: RunFiles = tuple
-        has_store = store and self.save_dir
-        self._store = Store(store, self.save_dir) if has_store else None
+        self._store = Store(store, self.save_dir) if store and self.save_dir else None
         self._worker = BackgroundWorker("checkpoint")
         self._memory: Any = {}  # of the copy that the background writes
         self._group: ProcessGroup | None = None  # of the background's threads
@@ -352,8 +351,7 @@ class Checkpointer:
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
-        path = local_path(path)
-        return self._restore(path, self.read(path), checkpointables)
+        return self._restore(os.fspath(path), self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:
         """The verified content that :meth:`load` loads, with its shards. Collective."""

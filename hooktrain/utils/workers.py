@@ -5,15 +5,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from multiprocessing import resource_tracker
+from multiprocessing.util import Finalize
 from typing import Any
+from weakref import WeakSet
 
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
 # Signals that end a run or announce its end. Terminals and schedulers send them to all processes.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+_workers: WeakSet[Any] = WeakSet()  # that this process has started, and still knows
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
@@ -26,7 +30,7 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
     Args:
         loader: the loader of the batches. Signals are blocked only for a ``DataLoader``, and only
-            on systems that tell the sender of a signal (not on macOS).
+            on systems that have signal masks (not on Windows).
 
     Raises:
         TypeError: for a data set, which yields samples instead of batches.
@@ -35,17 +39,26 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
         raise TypeError(
             f"give a loader of batches, such as a DataLoader, not a {type(loader)}"
         )
-    if not isinstance(loader, DataLoader) or not hasattr(signal, "sigtimedwait"):
+    if not isinstance(loader, DataLoader) or not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
     given = loader.worker_init_fn
     is_main_thread = threading.current_thread() is threading.main_thread()
     loader.worker_init_fn = partial(_init_worker, given, is_main_thread)
+    others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _inherited(loader))
     try:
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         loader.worker_init_fn = given
+        _workers.update(set(multiprocessing.active_children()) - others)
+        _kill_at_exit(os.getpid())
+
+
+@cache  # once in each process, since children inherit neither
+def _kill_at_exit(process: int) -> None:
+    """Kill what is left of the workers, before multiprocessing waits for them without a limit."""
+    Finalize(None, lambda: [worker.kill() for worker in _workers], exitpriority=0)
 
 
 def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:
@@ -72,8 +85,5 @@ def _init_worker(
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    while parent.is_alive():
-        got = signal.sigtimedwait(ENDING, 1.0)
-        if got is not None and got.si_pid == parent.pid:  # torch ends the worker
-            break
+    parent.join()
     os._exit(0)
