@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.multiprocessing.spawn import (
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from hooktrain.utils import comm
-from hooktrain.utils.workers import ENDING
+from hooktrain.utils.workers import ENDING, outlives_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ def launch(
     while ``main_func`` runs (``comm.get_local_rank()``). When a rank fails, the others fail too,
     and report the error of the first.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the started processes. If their
-    parent is killed, so are they (Linux).
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the started processes. If
+    their parent is killed, so are they (Linux).
 
     Args:
         main_func: the function; to start processes it must be importable by name.
@@ -152,7 +153,8 @@ def _passing_on_signals() -> Iterator[list[int]]:
     if (
         threading.current_thread() is threading.main_thread()
     ):  # the only one with handlers
-        before = {number: signal.signal(number, pass_on) for number in ENDING}
+        for number in filterfalse(outlives_terminal, ENDING):
+            before[number] = signal.signal(number, pass_on)
     try:
         yield signals
     finally:
@@ -169,7 +171,7 @@ def _child(index: int, ranks: range, variables: dict[str, str], work: Any) -> No
     """Run a rank as under torchrun, in a started process."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # A rank that waits for others to join cannot raise a KeyboardInterrupt.
-    for number in ENDING:
+    for number in filterfalse(outlives_terminal, ENDING):
         signal.signal(number, signal.SIG_DFL)
     if not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
         os._exit(1)  # it died before this process could ask to be killed with it

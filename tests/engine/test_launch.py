@@ -279,8 +279,9 @@ def run_until_a_signal(folder: Path, heeds: bool) -> None:
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # torch's own message of a parent's death
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda *_: stopped.append(True))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: stopped.append(True))
     partly = Path(folder, f"partly{comm.get_rank()}")
     partly.write_text(str(os.getpid()))
     partly.rename(Path(folder, f"pid{comm.get_rank()}"))
@@ -338,7 +339,7 @@ def test_a_parent_that_is_killed_leaves_no_orphans(
         wait_until(lambda: not any(map(alive, children)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_the_parent_ends_the_ranks_in_order(
     tmp_path: Path, number: int
 ) -> None:
@@ -348,6 +349,26 @@ def test_a_signal_to_the_parent_ends_the_ranks_in_order(
         assert (tmp_path / "saved0").exists()
         assert (tmp_path / "saved1").exists()
         assert not any(map(alive, children))
+
+
+def launch_under_nohup(folder: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launch_two(folder, heeds=True)
+
+
+def test_under_nohup_a_closed_terminal_ends_neither_the_parent_nor_the_ranks(
+    tmp_path: Path,
+) -> None:
+    parent = start(launch_under_nohup, tmp_path)
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_until(lambda: all(file.exists() for file in files))
+    for pid in [parent.pid, *(int(file.read_text()) for file in files)]:
+        status = Path(f"/proc/{pid}/status").read_text()
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+        assert ignored >> (signal.SIGHUP - 1) & 1
+    os.kill(parent.pid, signal.SIGTERM)
+    assert end(parent) == 75
+    assert len(list(tmp_path.glob("saved*"))) == 2
 
 
 def launch_and_interrupt(folder: Path) -> None:

@@ -14,6 +14,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.checkpointing import PeriodicCheckpointer
 from hooktrain.utils import comm
+from hooktrain.utils.workers import outlives_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _HEARD = b"\nThe run will save after the iteration, and end. A second signal end
 
 
 class Preemption(HookBase):
-    """Saves a checkpoint and ends the process when SIGTERM or SIGINT asks for its end.
+    """Saves a checkpoint and ends the process when SIGTERM, SIGINT or SIGHUP asks for it.
 
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
     ranks stop after the same iteration, also if not all of them got the signal: they exchange their
@@ -32,8 +33,9 @@ class Preemption(HookBase):
     that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written unless it has
     just been, with the prefix and the ``max_to_keep`` of the run's :class:`PeriodicCheckpointer`.
     Then ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
-    SIGINT. There is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on
-    as if nothing had happened.
+    SIGINT, 129 for SIGHUP, which a closed terminal sends (under nohup that changes nothing). There
+    is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing
+    had happened.
 
     A second signal ends the process at once, by the handlers that were there before. Within a
     second of the first it does so only if it is another signal: schedulers signal all processes,
@@ -62,7 +64,7 @@ class Preemption(HookBase):
     def __init__(
         self,
         checkpointer: Checkpointer,
-        signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
     ) -> None:
         self.checkpointer = checkpointer
         self._signals = signals
@@ -82,7 +84,7 @@ class Preemption(HookBase):
         for number in self._signals:
             known = getattr(signal.getsignal(number), "__self__", None)
             # Another hook of this class may have installed its handler already.
-            if not isinstance(known, Preemption):
+            if not isinstance(known, Preemption) and not outlives_terminal(number):
                 self._previous[number] = signal.signal(number, self._receive)
 
     def after_train(self) -> None:

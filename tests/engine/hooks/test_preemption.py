@@ -54,11 +54,13 @@ def pointer(folder: Path) -> str:
 
 
 def handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return [signal.getsignal(number) for number in numbers]
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
 )
 def test_a_signal_saves_at_the_end_of_the_iteration(
     tmp_path: Path, number: int, code: int, capfd: pytest.CaptureFixture[str]
@@ -75,6 +77,17 @@ def test_a_signal_saves_at_the_end_of_the_iteration(
     assert not (tmp_path / "model_final.pth").exists()
     assert handlers() == before
     assert capfd.readouterr().err.count("A second signal ends it at once") == 1
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
+    trainer = preemptible(tmp_path, signal_at(signal.SIGHUP, 5))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        trainer.train(max_iter=10)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert trainer.succeeded
 
 
 def test_of_two_hooks_the_first_one_listens(tmp_path: Path) -> None:
