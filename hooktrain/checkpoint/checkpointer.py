@@ -25,7 +25,7 @@ from hooktrain.checkpoint.store import RunFiles, Store
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.comm import on_all_ranks, on_all_ranks_patiently, on_main_process
+from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import (
     AnyPath,
     is_disk_full,
@@ -392,15 +392,12 @@ class Checkpointer:
     def _names_to_resume(self) -> Iterator[str]:
         """The names of the checkpoints to try, newest first. Collective."""
 
-        def names_on_main() -> Iterator[str]:
+        def find() -> list[str]:
             self.wait()
-            if comm.is_main_process():
-                yield from names_to_resume(self.save_dir)
+            return names_to_resume(self.save_dir) if comm.is_main_process() else []
 
-        # Patiently, since it may read all of a file to find its iteration.
-        following = partial(next, names_on_main(), None)
-        names = iter(lambda: on_all_ranks_patiently(following)[0], None)
-        return self._store.names_to_resume(names) if self._store else names
+        names = on_all_ranks(find)[0]
+        return self._store.names_to_resume(names) if self._store else iter(names)
 
     def resume_or_load(
         self,
@@ -494,9 +491,8 @@ class Checkpointer:
     def get_checkpoint_file(self) -> str:
         """The path of the checkpoint to resume from, not verified, or ""."""
         self.wait()
-        for name in names_to_resume(self.save_dir):
-            return os.path.join(self.save_dir, name)
-        return ""
+        names = names_to_resume(self.save_dir)
+        return os.path.join(self.save_dir, names[0]) if names else ""
 
     def tag_last_checkpoint(self, basename: str) -> None:
         """Make a checkpoint of ``save_dir`` the one to resume from."""

@@ -8,12 +8,12 @@ the other checkpoints of the folder are tried.
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder
-from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.checkpoint.loading import open_checkpoint, read_checkpoint
 from hooktrain.utils.file_io import (
     MOVED_ASIDE,
     AnyPath,
@@ -87,7 +87,7 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
     return sorted(names)
 
 
-def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
+def names_to_resume(save_dir: AnyPath) -> list[str]:
     """The names of the checkpoints to try, in this order.
 
     The one that ``last_checkpoint`` names comes first, then the others follow, newest first. Those
@@ -95,8 +95,6 @@ def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
     have the name of a run's checkpoint, or holds no iteration, is left out.
     """
     pointed = read_pointer(save_dir)
-    if pointed:
-        yield pointed
     limit = pointed_iteration(save_dir, pointed)
     others = []
     for name in checkpoint_names(save_dir):
@@ -108,8 +106,8 @@ def names_to_resume(save_dir: AnyPath) -> Iterator[str]:
         if iteration is not None:
             is_of_this_run = limit is None or iteration <= limit
             others.append((is_of_this_run, iteration, name))
-    for _, _, name in sorted(others, reverse=True):
-        yield name
+    names = [name for _, _, name in sorted(others, reverse=True)]
+    return [pointed, *names] if pointed else names
 
 
 def iteration_in_name(name: str) -> int | None:
@@ -127,9 +125,12 @@ def iteration_in_name(name: str) -> int | None:
 
 
 def _stored_iteration(path: str) -> int | None:
-    """The iteration in a checkpoint, or None. It is -1 in a broken one, which is tried last."""
+    """The iteration in a checkpoint, or None. It is -1 in a broken one, which is tried last.
+
+    The file is not verified, as it will be if its turn comes.
+    """
     try:
-        state = read_checkpoint(path, "meta")
+        state = open_checkpoint(path).read(None, "meta")
     except (OSError, CorruptCheckpointError) as error:
         logger.warning("Cannot tell the iteration of %s: %s", path, error)
         return -1
@@ -224,7 +225,7 @@ def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
         OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()
-    if next(names_to_resume(path), None) is None:
+    if not names_to_resume(path):
         return None
     if Path.cwd().is_relative_to(path):
         raise ValueError(
