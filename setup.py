@@ -44,6 +44,8 @@ TOOLS = [
     "from_detectron2.sed",
     "from_mmengine.sed",
 ]
+# What only the site needs of docs/, whose pages a user of the package can read too.
+OF_THE_SITE = ["__pycache__", "_static", "conf.py", "reference"]
 
 
 def project_urls(url):
@@ -56,7 +58,7 @@ def project_urls(url):
 
 
 class BuildWithScripts(build_py):
-    """Copies README, configurations and the tools of users into the package."""
+    """Copies README, documents, configurations and the tools of users into the package."""
 
     def run(self):
         super().run()
@@ -67,6 +69,9 @@ class BuildWithScripts(build_py):
         unwanted = shutil.ignore_patterns("__pycache__")
         configs = package / "configs"
         shutil.copytree(ROOT / "configs", configs, ignore=unwanted, dirs_exist_ok=True)
+        unwanted = shutil.ignore_patterns(*OF_THE_SITE)
+        docs = package / "docs"
+        shutil.copytree(ROOT / "docs", docs, ignore=unwanted, dirs_exist_ok=True)
         (package / "tools").mkdir(exist_ok=True)
         for tool in TOOLS:
             shutil.copy(ROOT / "tools" / tool, package / "tools")

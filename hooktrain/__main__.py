@@ -17,7 +17,7 @@ _SCRIPTS = {
     "checkpoint": ["checkpoint.py"],
     "new": ["new.py"],
 }
-_USAGE = """usage: hooktrain COMMAND ...
+_USAGE = f"""usage: hooktrain COMMAND ...
 
   train --config-file FILE [key=value ...]   train; --help shows all options
   eval --config-file FILE --resume | --best  evaluate the newest checkpoint, or the best model
@@ -28,7 +28,7 @@ _USAGE = """usage: hooktrain COMMAND ...
 
 These come with the package: configs/digits_cnn.py, configs/digits_gan.py,
 configs/digits_detection.py, configs/text_gpt.py, configs/imagenet_resnet50.py and
-configs/coco_fasterrcnn.py."""
+configs/coco_fasterrcnn.py. So does the guide: {_ROOT}/docs/guide/index.md"""
 
 
 def main() -> None:

@@ -62,6 +62,14 @@ def test_the_version_is_printed(
     assert capsys.readouterr().out == f"hooktrain {hooktrain.__version__}\n"
 
 
+def test_the_help_names_the_first_page_of_the_guide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(monkeypatch, "--help")
+    page = Path(capsys.readouterr().out.rpartition(" the guide: ")[2].strip())
+    assert page.read_text().startswith("# Guide")
+
+
 @pytest.mark.parametrize("name", ["train", "eval"])
 def test_the_helps_name_all_configurations_and_the_command(
     command: list[list[str]],

@@ -94,6 +94,9 @@ def test_the_files_of_the_wheel_are_those_of_the_repository(wheel: Path) -> None
     }
     for name, content in files_below(ROOT / "configs").items():
         expected[f"hooktrain/configs/{name}"] = content
+    for name, content in files_below(ROOT / "docs").items():
+        if name != "conf.py" and not name.startswith(("_static", "reference")):
+            expected[f"hooktrain/docs/{name}"] = content
     for name in TOOLS:
         expected[f"hooktrain/tools/{name}"] = (ROOT / "tools" / name).read_bytes()
     expected["hooktrain/README.md"] = (ROOT / "README.md").read_bytes()
