@@ -102,9 +102,9 @@ def package_page(name: str) -> str:
         else:
             elsewhere.append(f":py:obj:`{each} <{definition(value)}>`")
     if elsewhere:
-        lines += ["Names of other packages that can be imported from this one too:", ""]
+        lines += ["These names of other packages can be imported from here too:", ""]
         lines += [", ".join(elsewhere), ""]
-    for info in pkgutil.iter_modules(package.__path__, inside):
+    for info in pkgutil.iter_modules(getattr(package, "__path__", []), inside):
         if info.ispkg:
             continue
         module = importlib.import_module(info.name)
