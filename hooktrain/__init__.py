@@ -13,8 +13,8 @@ else:
     def __getattr__(name: str) -> object:
         """Load a name of :mod:`hooktrain.api`, and with it torch, when it is asked for."""
         # The import system asks here for packages such as hooktrain.data before it loads them.
-        if name.startswith("_") or find_spec(f"hooktrain.{name}") is not None:
-            raise AttributeError(f"module 'hooktrain' has no attribute {name!r}")
+        if find_spec(f"hooktrain.{name}"):
+            raise AttributeError(name)
         return getattr(import_module("hooktrain.api"), name)
 
     def __dir__() -> set[str]:

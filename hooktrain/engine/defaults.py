@@ -139,10 +139,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     logger.debug("Environment info:\n%s", collect_env_info())
     logger.debug("Command line arguments: %s", args)
     path = Path(folder or "", "config.json")
-    kept = folder if resumes else None
     if goes_on and folder and train.get("store"):
         _fetch_run(train["store"], folder)
-    earlier = on_main_process(partial(_read, path)) if kept else ""
+    earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
     to_resume = folder if goes_on else None
     seed, train["run_id"] = on_main_process(partial(_drawn, train, to_resume, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)

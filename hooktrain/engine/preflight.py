@@ -128,10 +128,10 @@ def log_parts(model: nn.Module) -> None:
     rows = []
     for name, part in [*bare.named_children(), ("", bare)]:
         known = [p for p in part.parameters() if not is_lazy(p)]
-        sizes = [p.numel() for p in known]
-        trained = [p.numel() for p in known if p.requires_grad]
+        size = sum(p.numel() for p in known)
+        trained = sum(p.numel() for p in known if p.requires_grad)
         mode = "train" if part.training else "eval"
-        rows.append((name, type(part).__name__, sum(sizes), sum(trained), mode))
+        rows.append((name, type(part).__name__, size, trained, mode))
     logger.info(
         "The model, on %d x %s:\n%s",
         comm.get_world_size(),

@@ -94,30 +94,26 @@ class MetricEvaluator(DatasetEvaluator):
             all ranks, on the CPU of the main process. So are metrics that are not a mean over the
             samples, such as F1, R2, AUC and correlations. Tensors are concatenated, also those in
             dicts and tuples, and lists are chained.
-        name: the name of the result; None takes that of the function or of the object's class. If
-            the metric returns a dict, its names follow this one, as in ``"name/recall"``, or stand
-            alone for None.
+
+    The result has the name of the function, or of the object's class. Several objects get names of
+    yours by torchmetrics' ``MetricCollection({"top1": ..., "top5": ...})``.
 
     Raises:
         TypeError: for a class in place of an object.
-        ValueError: for a lambda without a name; for a function that takes the targets first, such
-            as those of scikit-learn.
+        ValueError: for a lambda, since the result has the name of the function; for a function
+            that takes the targets first, such as those of scikit-learn.
     """
 
     def __init__(
-        self,
-        metric: Any,
-        target_key: str = "label",
-        *,
-        whole: bool = False,
-        name: str | None = None,
+        self, metric: Any, target_key: str = "label", *, whole: bool = False
     ) -> None:
         _check_metric(metric)
         kind = type(metric).__name__
-        self._is_named = name is not None
-        self._name = getattr(metric, "__name__", kind) if name is None else name
+        self._name = getattr(metric, "__name__", kind)
         if self._name == "<lambda>":
-            raise ValueError("a lambda has no name for its result: give name=")
+            raise ValueError(
+                "a metric has the name of its function: give a def, not a lambda"
+            )
         if not hasattr(metric, "compute"):
             metric = _Whole(metric) if whole else _Mean(metric)
         self._metric = metric
@@ -146,7 +142,7 @@ class MetricEvaluator(DatasetEvaluator):
     def evaluate(self) -> dict[str, Any]:
         """The metric over the batches of all ranks, under its name. Collective."""
         result = self._metric.compute()
-        if isinstance(result, Mapping) and not self._is_named:
+        if isinstance(result, Mapping):
             return dict(result)
         return {self._name: result}
 
@@ -297,7 +293,7 @@ class DatasetEvaluators(DatasetEvaluator):
             if twice:
                 raise ValueError(
                     f"several evaluators give results under the names {sorted(twice)}: "
-                    "MetricEvaluator(metric, name=...) gives another one"
+                    "torchmetrics' MetricCollection({'name': metric, ...}) gives others"
                 )
             merged.update(results)
         DatasetEvaluators.evaluations += bool(merged)

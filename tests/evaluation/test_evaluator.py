@@ -182,8 +182,8 @@ def evaluate_metrics() -> dict[str, Any]:
         share_of_right_ones,
         of_torchmetrics,
         MulticlassRecall(2),
-        MetricEvaluator(MulticlassRecall(2, average="micro"), name="micro"),
-        MetricEvaluator(by_class, name="by class"),
+        MetricCollection({"micro": MulticlassRecall(2, average="micro")}),
+        by_class,
         ours,
     ]
     return inference_on_dataset(lambda batch: batch[0], loader, metrics)
@@ -198,7 +198,7 @@ def test_functions_and_objects_of_torchmetrics_are_evaluators() -> None:
     assert first["MulticlassRecall"] == pytest.approx(0.75)
     assert first["micro"] == pytest.approx(0.6)
     recalls = {"multiclassrecall_no": 1.0, "multiclassrecall_yes": 0.5}
-    assert first["by class"] == recalls
+    assert recalls.items() <= first.items()
     assert first["classification"]["accuracy"] == 60.0
 
 
