@@ -5,13 +5,11 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch.multiprocessing.spawn import (
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from hooktrain.utils import comm
-from hooktrain.utils.workers import ENDING, outlives_terminal
+from hooktrain.utils.signals import ENDING, replace_handlers, restore_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -149,17 +147,11 @@ def _passing_on_signals() -> Iterator[list[int]]:
         signals.append(signum)
         _signal_all(signum)
 
-    before = {}
-    if (
-        threading.current_thread() is threading.main_thread()
-    ):  # the only one with handlers
-        for number in filterfalse(outlives_terminal, ENDING):
-            before[number] = signal.signal(number, pass_on)
+    before = replace_handlers(ENDING, pass_on)
     try:
         yield signals
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before)
 
 
 def _signal_all(signum: int) -> None:
@@ -171,8 +163,7 @@ def _child(index: int, ranks: range, variables: dict[str, str], work: Any) -> No
     """Run a rank as under torchrun, in a started process."""
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # A rank that waits for others to join cannot raise a KeyboardInterrupt.
-    for number in filterfalse(outlives_terminal, ENDING):
-        signal.signal(number, signal.SIG_DFL)
+    replace_handlers(ENDING, signal.SIG_DFL)
     if not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
         os._exit(1)  # it died before this process could ask to be killed with it
     # Outside the terminal's process group. Ctrl-C reaches the parent only, which passes it on.

@@ -97,23 +97,21 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
             f"launcher must be 'none' or one of {[*_VARIABLES]}, got {launcher!r}"
         )
     names = _VARIABLES[launcher]
-    found = dict(os.environ)
-    if "LOCAL_SIZE" in found:  # the name that DeepSpeed's launcher has for it
-        found.setdefault("LOCAL_WORLD_SIZE", found["LOCAL_SIZE"])
-    _, _, world_size, _ = names
-    if found.get(world_size) == "1":  # then the others are known
-        found = dict(zip(names, ("0", "0", "1", "1"), strict=True)) | found
-    missing = [name for name in names if name not in found]
+    known = {"LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE")}  # as DeepSpeed calls it
+    if os.environ.get(names[2]) == "1":  # a process on its own
+        known = dict(zip(names, ("0", "0", "1", "1"), strict=True))
+    values = {name: os.environ.get(name, known.get(name)) for name in names}
+    missing = [name for name, value in values.items() if value is None]
     if missing:
         raise ValueError(
-            f"the environment lacks {missing}, though it says {world_size}="
-            f"{found.get(world_size)!r}. If each machine or container has one process, set "
-            "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a process on its own unset WORLD_SIZE"
+            f"the environment lacks {missing}, beside {values}. If each machine or container has "
+            "one process, set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a process on its own unset "
+            "WORLD_SIZE"
         )
-    *values, here = [found[name] for name in names]
+    *numbers, here = [str(values[name]) for name in names]
     if launcher == "slurm":
         here = str(len(here.split(",")))
-    return RankInfo(*map(int, (*values, here)))
+    return RankInfo(*map(int, (*numbers, here)))
 
 
 def find_address(info: RankInfo) -> tuple[str, int]:
@@ -193,17 +191,15 @@ def join_processes(
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         # There may be more processes than devices.
-        count = torch.accelerator.device_count()
-        torch.accelerator.set_device_index(info.local_rank % count)
+        index = info.local_rank % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+        device = torch.device(device.type, index)
     if backend is None:
         backend = dist.get_default_backend_for_device(device or "cpu")
-    bound = None
-    if device is not None and backend != "gloo":
-        # With the device, the group connects at once, so errors of connections show here.
-        bound = torch.device(device.type, torch.accelerator.current_device_index())
     dist.init_process_group(
         backend,
-        device_id=bound,
+        # With the device, the group connects at once, so errors of connections show here.
+        device_id=None if backend == "gloo" else device,
         store=_store(info, timeout),
         rank=info.rank,
         world_size=info.world_size,

@@ -14,15 +14,9 @@ from weakref import WeakSet
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
-# Signals that end a run or announce its end. Terminals and schedulers send them to all processes.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from hooktrain.utils.signals import ENDING
 
 _workers: WeakSet[Any] = WeakSet()  # that this process has started, and still knows
-
-
-def outlives_terminal(number: int) -> bool:
-    """Whether it is SIGHUP, which a closed terminal sends, and nohup has turned it off."""
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:

@@ -141,7 +141,9 @@ def exit_in_order(folder: str) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_machines_meet_at_the_address_they_are_given(tmp_path: Path) -> None:
+def test_machines_meet_at_the_address_they_are_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = f"tcp://127.0.0.1:{torchrun()['MASTER_PORT']}"
 
     def start_machine(i: int) -> None:
@@ -155,6 +157,8 @@ def test_machines_meet_at_the_address_they_are_given(tmp_path: Path) -> None:
         machine.join()
     found = [json.loads((tmp_path / str(i)).read_text())[0] for i in range(2)]
     assert found == [[0, 2, 0, 1], [1, 2, 0, 1]]
+    # Who calls it in another thread than the main one is told what that costs.
+    assert caplog.text.count("SIGTERM ends the run at once") == 2
 
 
 @pytest.mark.usefixtures("forked")

@@ -146,7 +146,7 @@ def test_machines_of_slurm_may_have_different_numbers_of_tasks(
         (
             "pytorch",
             {"RANK": "1", "WORLD_SIZE": "2"},
-            r"lacks \['LOCAL_RANK', 'LOCAL_WORLD_SIZE'\].*WORLD_SIZE='2'.*LOCAL_RANK=0",
+            r"lacks \['LOCAL_RANK', 'LOCAL_WORLD_SIZE'\].*'WORLD_SIZE': '2'.*LOCAL_RANK=0",
         ),
         ("pytorch", {"WORLD_SIZE": "2"}, "lacks .'RANK'.*unset WORLD_SIZE"),
         ("slurm", {**SLURM, "SLURM_PROCID": "x"}, "'x'"),
@@ -326,10 +326,9 @@ def test_a_process_takes_the_device_of_its_local_rank_or_the_only_one_it_sees(
 ) -> None:
     taken: list[int] = []
     joined: dict[str, Any] = {}
-    cuda = torch.device("cuda")
     accelerator: Any = torch.accelerator
     for name, value in {
-        "current_accelerator": lambda check_available: cuda,
+        "current_accelerator": lambda check_available: torch.device("cuda"),
         "device_count": lambda: visible,
         "set_device_index": taken.append,
         "current_device_index": lambda: taken[-1],

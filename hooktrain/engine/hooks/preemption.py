@@ -3,10 +3,10 @@
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -14,7 +14,12 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.checkpointing import PeriodicCheckpointer
 from hooktrain.utils import comm
-from hooktrain.utils.workers import outlives_terminal
+from hooktrain.utils.signals import (
+    ENDING,
+    is_of_scheduler,
+    replace_handlers,
+    restore_handlers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +42,10 @@ class Preemption(HookBase):
     is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing
     had happened.
 
+    If submitit handles a signal, its handler is called on every rank when all is saved. Where that
+    of the main process ends it, as for SIGUSR2 when the job is requeued, all ranks end with its
+    exit code. Otherwise the run goes on, as after SIGTERM, which submitit ignores.
+
     A second signal ends the process at once, by the handlers that were there before. Within a
     second of the first it does so only if it is another signal: schedulers signal all processes,
     and launchers pass the signal on to them once more.
@@ -49,8 +58,8 @@ class Preemption(HookBase):
     signals to their process. Start those of other loaders by
     :func:`hooktrain.utils.workers.start_workers`.
 
-    Register it on every rank. Python has signal handlers in the main thread only: in another one
-    the hook does nothing.
+    Register it on every rank. Python has signal handlers in the main thread only: in another one,
+    as in a worker of Ray, the hook does nothing.
 
     Args:
         checkpointer: the Checkpointer to save with.
@@ -75,24 +84,17 @@ class Preemption(HookBase):
         """Install the handlers."""
         self.checkpointer.saved_iteration = None  # one of an earlier run does not count
         self._next_exchange = self.trainer.start_iter + 1
-        if threading.current_thread() is not threading.main_thread():
-            logger.warning(
-                "Signals are ignored: the training does not run in the main thread"
-            )
-            return
         self._process = os.getpid()
-        for number in self._signals:
-            known = getattr(signal.getsignal(number), "__self__", None)
-            # Another hook of this class may have installed its handler already.
-            if not isinstance(known, Preemption) and not outlives_terminal(number):
-                self._previous[number] = signal.signal(number, self._receive)
+        of_scheduler = [n for n in ENDING if is_of_scheduler(signal.getsignal(n))]
+        numbers = {*self._signals, *of_scheduler}
+        handlers = {n: getattr(signal.getsignal(n), "__self__", None) for n in numbers}
+        # Another hook of this class may have installed its handler already.
+        free = [n for n, of in handlers.items() if not isinstance(of, Preemption)]
+        self._previous = replace_handlers(free, self._receive)
 
     def after_train(self) -> None:
         """Put back the handlers that were there before."""
-        for number, handler in self._previous.items():
-            # None: it was not installed from Python.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
+        restore_handlers(self._previous)
 
     def after_step(self) -> None:
         """Save and exit where the ranks agree on it."""
@@ -104,7 +106,7 @@ class Preemption(HookBase):
         if not number or not trainer.can_save:
             return
         name = signal.Signals(number).name
-        logger.warning("Ending the run after iteration %d: %s", trainer.iter, name)
+        logger.warning("%s: saving after iteration %d", name, trainer.iter)
         # What is being saved in the background may be this iteration, and it may fail.
         comm.on_all_ranks(self.checkpointer.wait)
         if comm.broadcast(self.checkpointer.saved_iteration) != trainer.iter:
@@ -112,8 +114,26 @@ class Preemption(HookBase):
             self._saving().save_numbered(trainer.iter)
         # To a launcher, a rank that has ended has failed: it would end one that still writes.
         comm.on_all_ranks_patiently(self.checkpointer.finish)
-        # The other hooks come first, so that train() can be called again, as in a notebook.
-        trainer.raise_later(SystemExit(128 + number))
+        code = comm.on_all_ranks(partial(self._hand_on, number))[0]
+        if code is not None:
+            # The other hooks come first, so that train() can be called again, as in a notebook.
+            trainer.raise_later(SystemExit(code))
+            return
+        trainer.agreement.signal = 0
+        # It may be another one by now.
+        if trainer.agreement.own_signal == number:
+            trainer.agreement.own_signal = 0
+
+    def _hand_on(self, number: int) -> Any:
+        """Call the scheduler's handler, if it has one; return the exit code if the run ends."""
+        handler: Any = self._previous.get(number)
+        if not is_of_scheduler(handler):
+            return 128 + number
+        try:
+            handler(number, None)
+        except SystemExit as end:
+            return end.code
+        return None
 
     def _saving(self) -> PeriodicCheckpointer:
         """What names and deletes the checkpoints of the run; or a new one, where nothing does."""
@@ -141,6 +161,11 @@ class Preemption(HookBase):
         now = time.monotonic()
         agreement = self.trainer.agreement
         received = agreement.own_signal
+        if is_of_scheduler(self._previous.get(number)):
+            # The signal that requeues the job may follow SIGTERM, or come before it.
+            if not received or number != signal.SIGTERM:
+                agreement.own_signal = number
+            return
         if not received:
             self._received_at = now
             agreement.own_signal = received = number

@@ -1,7 +1,9 @@
 import errno
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,7 +310,7 @@ def test_in_another_thread_it_says_that_it_ignores_signals(
     thread.join()
     assert trainer.iter == 2
     assert handlers() == before
-    assert "does not run in the main thread" in caplog.text
+    assert "SIGTERM ends the run at once" in caplog.text
 
 
 def test_the_process_outlives_what_it_saves_in_the_background(
@@ -467,3 +469,93 @@ def test_a_signal_in_an_evaluation_ends_the_ranks_when_it_is_done(
     tmp_path: Path,
 ) -> None:
     assert run_ranks(preempt_in_evaluation, 2, tmp_path) == [3, 3]
+
+
+class Scheduler:
+    """Handles signals as submitit does: SIGTERM is ignored, SIGUSR2 requeues the job on rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved: list[str] = []  # what was saved last when a handler was called
+        signal.signal(signal.SIGTERM, self.bypass)
+        signal.signal(signal.SIGUSR2, self.requeue)
+
+    def bypass(self, number: int, _frame: Any) -> None:
+        self.saved.append(pointer(self.folder))
+
+    def requeue(self, number: int, _frame: Any) -> None:
+        self.saved.append(pointer(self.folder))
+        if comm.is_main_process():  # the other ranks are told nothing
+            sys.exit(99)
+
+
+for name in ("bypass", "requeue"):
+    getattr(Scheduler, name).__module__ = "submitit.core.job_environment"
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
+    numbers = signal.SIGTERM, signal.SIGUSR2
+    before = [signal.getsignal(number) for number in numbers]
+    yield Scheduler(tmp_path)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("listens", [(signal.SIGINT,), (signal.SIGTERM,)])
+def test_the_schedulers_handler_is_called_when_all_is_saved(
+    listens: tuple[int], scheduler: Scheduler, tmp_path: Path
+) -> None:
+    trainer = linear_trainer(signal_at(signal.SIGUSR2, 5))
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks([Preemption(saver, listens)])
+    saver.resume_or_load("")
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(max_iter=10)
+    assert caught.value.code == 99
+    assert trainer.iter == 5
+    assert scheduler.saved == ["model_0000005.pth"]
+    assert signal.getsignal(signal.SIGUSR2) == scheduler.requeue
+
+
+def test_a_signal_that_the_scheduler_ignores_saves_and_the_run_goes_on(
+    scheduler: Scheduler, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hooks = signal_at(signal.SIGTERM, 1), signal_at(signal.SIGTERM, 5)
+    trainer = preemptible(tmp_path, *hooks)
+    trainer.train(max_iter=8)
+    assert scheduler.saved == ["model_0000001.pth", "model_0000005.pth"]
+    assert trainer.succeeded
+    assert capfd.readouterr().err == ""  # it does not end
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR2, signal.SIGTERM)]
+)
+def test_the_job_is_requeued_by_the_second_of_two_signals_too(
+    numbers: tuple[int, int], scheduler: Scheduler, tmp_path: Path
+) -> None:
+    both = [signal_at(number, 5) for number in numbers]
+    trainer = preemptible(tmp_path, *both)
+    with pytest.raises(SystemExit, match="99"):
+        trainer.train(max_iter=8)
+    assert scheduler.saved == ["model_0000005.pth"]
+
+
+def requeue_one_of_three(folder: Path) -> tuple[Any, int, list[str]]:
+    """All ranks get SIGTERM, and rank 0 alone has got SIGUSR2 too before the exchange."""
+    scheduler = Scheduler(folder)
+    rank = comm.get_rank()
+    hooks = [signal_at(signal.SIGUSR2, 4), signal_at(signal.SIGTERM, 5, rank)]
+    trainer = preemptible(folder, *hooks, gather_metric_period=4, period=40)
+    with pytest.raises(SystemExit) as caught:
+        trainer.train(max_iter=20)
+    return caught.value.code, trainer.iter, scheduler.saved
+
+
+def test_all_ranks_end_when_the_main_process_has_requeued_the_job(
+    tmp_path: Path,
+) -> None:
+    saved = ["model_0000007.pth", "model_0000011.pth"]  # at SIGTERM, at SIGUSR2
+    ranks = run_ranks(requeue_one_of_three, 3, tmp_path)
+    assert ranks == [(99, 11, saved)] * 3
