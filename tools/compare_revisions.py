@@ -3,7 +3,8 @@
     python tools/compare_revisions.py main HEAD
 
 Each revision is checked out into a temporary worktree. There its own tools/train_net.py trains each
-configuration, in one process and with two ranks. Weights, optimizer, the losses in the last
+configuration, in one process and with two ranks, and so does the script of its README.md, if both
+revisions show the same. Weights, optimizer, the losses in the last
 checkpoint, and the values of each metric in metrics.json must be equal, except for times. The rows
 may move: only the order of a metric's values counts.
 """
@@ -30,16 +31,26 @@ RUNS = {
         "dataloader.train.total_batch_size=8",
     ],
 }
+README = "README.md"
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
 
 def train(tree: Path, name: str, ranks: int, output: Path) -> dict[str, Any]:
     """What a run of the script of a checked-out revision leaves in its folder."""
-    options = [*RUNS[name], f"train.output_dir={output}", "train.device=cpu"]
-    command = [sys.executable, "tools/train_net.py", "--num-gpus", str(ranks)]
-    command += ["--config-file", f"configs/{name}.py", *options]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=tree, env=environment, check=True)
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the script takes what it finds
+    if name == README:
+        output.mkdir()
+        Path(output, "train.py").write_text(script_of((tree / README).read_text()))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", "train.py"]
+        subprocess.run(command, cwd=output, env=environment, check=True)
+        output = output / "output" / "readme"
+    else:
+        options = [*RUNS[name], f"train.output_dir={output}", "train.device=cpu"]
+        command = [sys.executable, "tools/train_net.py", "--num-gpus", str(ranks)]
+        command += ["--config-file", f"configs/{name}.py", *options]
+        subprocess.run(command, cwd=tree, env=environment, check=True)
     saved = torch.load(output / "model_final.pth", weights_only=True)
     state = saved["trainer"]
     lines = (output / "metrics.json").read_text().splitlines()
@@ -49,6 +60,22 @@ def train(tree: Path, name: str, ranks: int, output: Path) -> dict[str, Any]:
         "losses": losses_saved(state["storage"]),
         "rows": values_in_rows(map(json.loads, lines)),
     }
+
+
+def script_of(readme: str) -> str:
+    """The first program of a README."""
+    return readme.partition("```python\n")[2].partition("```")[0]
+
+
+def names_to_compare(revisions: list[str]) -> list[str]:
+    """The configurations, and the README's script if it is the same in both revisions."""
+    show = [["git", "show", f"{revision}:{README}"] for revision in revisions]
+    texts = [subprocess.check_output(command, text=True) for command in show]
+    scripts = {script_of(text) for text in texts}
+    if len(scripts) == 1:
+        return [*RUNS, README]
+    print(f"The scripts of {README} differ, so they are not compared")
+    return [*RUNS]
 
 
 def without_settings(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -82,8 +109,8 @@ def without_times(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in TIMES}
 
 
-def results(revision: str, folder: Path) -> dict[str, Any]:
-    """What each configuration gives in a revision."""
+def results(revision: str, names: list[str], folder: Path) -> dict[str, Any]:
+    """What each configuration or script gives in a revision."""
     tree = folder / f"tree of {revision}"
     subprocess.run(["git", "worktree", "add", "--detach", tree, revision], check=True)
     try:
@@ -91,7 +118,7 @@ def results(revision: str, folder: Path) -> dict[str, Any]:
             f"{name}, {ranks} ranks": train(
                 tree, name, ranks, folder / f"{name}, {ranks} ranks, of {revision}"
             )
-            for name, ranks in product(RUNS, (1, 2))
+            for name, ranks in product(names, (1, 2))
         }
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", tree], check=True)
@@ -117,8 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs=2, help="two revisions")
     args = parser.parse_args()
+    names = names_to_compare(args.names)
     with tempfile.TemporaryDirectory() as folder:
-        first, second = (results(revision, Path(folder)) for revision in args.names)
+        first, second = (results(each, names, Path(folder)) for each in args.names)
     found = [
         f"{path}: {a!r:.200} is not {b!r:.200}"
         for path, a, b in differences(first, second)
