@@ -12,6 +12,15 @@ import torch
 Entry = tuple[float, int]  # a value and its iteration
 
 _MAX_SAVED = 1000  # values of a metric in a checkpoint
+# The attributes that a checkpoint has as they are.
+_SAVED = (
+    "smoothing_hint",
+    "reproducible",
+    "result",
+    "count",
+    "non_finite_count",
+    "finite_sum",
+)
 
 
 class HistoryBuffer:
@@ -27,6 +36,8 @@ class HistoryBuffer:
 
     Attributes:
         count: how many values were ever added.
+        non_finite_count: how many of them were infinite or NaN.
+        finite_sum: the sum of the others.
         smoothing_hint: whether writers should show the median of the last iterations.
         reproducible: whether a resumed run computes the same values again.
         result: as given. Of results writers show each.
@@ -44,8 +55,8 @@ class HistoryBuffer:
         self.result = result
         self.pending: list[tuple[Any, int]] = []
         self.count = 0
-        self._finite_count = 0
-        self._finite_sum = 0.0
+        self.non_finite_count = 0
+        self.finite_sum = 0.0
         self.written: dict[str, int] = {}
         self.shown: dict[tuple[int, int], list[Entry]] = {}
 
@@ -65,14 +76,11 @@ class HistoryBuffer:
         self._data.extend(entries)
         self.shown.clear()
         self.count += len(entries)
-        count = self._finite_count
-        total = self._finite_sum
         for value, _ in entries:
             if isfinite(value):
-                count += 1
-                total += value
-        self._finite_count = count
-        self._finite_sum = total
+                self.finite_sum += value
+            else:
+                self.non_finite_count += 1
 
     def latest(self) -> float:
         """The value that was added last.
@@ -99,9 +107,8 @@ class HistoryBuffer:
 
     def global_avg(self) -> float:
         """The mean of all finite values ever added; NaN if there are none."""
-        if self._finite_count == 0:
-            return nan
-        return self._finite_sum / self._finite_count
+        finite_count = self.count - self.non_finite_count
+        return self.finite_sum / finite_count if finite_count else nan
 
     def values(self) -> list[Entry]:
         """The values that are kept, as pairs (value, iteration), the oldest first."""
@@ -109,9 +116,7 @@ class HistoryBuffer:
 
     def tail(self, count: int) -> list[Entry]:
         """The last pairs (value, iteration), so many of them, the oldest first."""
-        newest = list(islice(reversed(self._data), count))
-        newest.reverse()
-        return newest
+        return [*islice(reversed(self._data), count)][::-1]
 
     def since(self, iteration: int) -> list[Entry]:
         """The newest pairs (value, iteration), back to the last one before ``iteration``."""
@@ -135,13 +140,8 @@ class HistoryBuffer:
         return {
             "values": torch.tensor(values, dtype=torch.float64),
             "iterations": torch.tensor(iterations, dtype=torch.int64),
-            "smoothing_hint": self.smoothing_hint,
-            "reproducible": self.reproducible,
-            "result": self.result,
-            "count": self.count,
-            "non_finite_count": self.count - self._finite_count,
-            "finite_sum": self._finite_sum,
             "written": dict(self.written),
+            **{name: getattr(self, name) for name in _SAVED},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -152,10 +152,6 @@ class HistoryBuffer:
         self.shown.clear()
         entries = zip(values, iterations, strict=True)
         self._data = deque(entries, self._data.maxlen)
-        self.smoothing_hint = state_dict["smoothing_hint"]
-        self.reproducible = state_dict.get("reproducible", True)
-        self.result = state_dict.get("result", self.result)
-        self.count = state_dict["count"]
-        self._finite_count = self.count - state_dict["non_finite_count"]
-        self._finite_sum = state_dict["finite_sum"]
         self.written = dict(state_dict.get("written", {}))
+        for name in _SAVED:  # earlier revisions lack some of them
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
