@@ -125,12 +125,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         initial = train.get("init_checkpoint", "")
         claim = partial(_claim_folder, folder, initial, eval_only, resumes)
         archived = on_main_process(claim)
-    setup_logger(
-        folder or None,
-        distributed_rank=comm.get_rank(),
-        level=getattr(args, "log_level", "normal"),
-    )
-    if archived is not None:
+    setup_logger(folder or None, level=getattr(args, "log_level", "normal"))
+    if archived:
         logger.warning(
             "A new run begins. The folder of the earlier run was renamed to %s; rename it back "
             "to resume that run",
@@ -240,7 +236,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
         setup_logger(output_dir)
     metrics = events.JSONWriter(Path(output_dir, "metrics.json"))
     writers: list[EventWriter] = [events.CommonMetricPrinter(max_iter), metrics]
-    if find_spec("tensorboard") is not None:
+    if find_spec("tensorboard"):
         writers.append(events.TensorboardXWriter(output_dir))
     return writers
 
@@ -295,7 +291,7 @@ def default_hooks(
     found: list[hooks.HookBase] = [hooks.IterationTimer(), scheduler]
     if eval_function is not None:
         found.append(hooks.EvalHook(eval_period, eval_function))
-        if best_metric is not None:
+        if best_metric:
             found.append(
                 hooks.BestCheckpointer(
                     checkpointer, best_metric, best_mode, ema=best_ema

@@ -5,7 +5,6 @@ import time
 
 from hooktrain.events.storage import EventStorage
 from hooktrain.events.writer import TIMES, Metrics, ScalarWriter
-from hooktrain.utils import comm
 from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
 from hooktrain.utils.names import is_loss
@@ -33,7 +32,7 @@ class CommonMetricPrinter(ScalarWriter):
 
     def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
         if not self.logger.hasHandlers():
-            setup_logger(distributed_rank=comm.get_rank())
+            setup_logger()
         super().__init__("console", window_size)
         self.max_iter = max_iter
         # The iteration and the clock at the first write.
