@@ -91,6 +91,26 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; settings with dashes, and options without them, are errors.
+
+    Raises:
+        SystemExit: for a mistake.
+    """
+    args, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)} (settings of the configuration have no "
+            "dashes, such as optimizer.lr=0.1)"
+        )
+    for override in args.opts:
+        name = override.lstrip("+").partition("=")[0]
+        if name in vars(args):
+            option = name.replace("_", "-")
+            parser.error(f"{override} is no setting, but the option --{option}")
+    return args
+
+
 def find_config(name: str, prog: str) -> str:
     """The path of a configuration: a file, or one of those that come with the package.
 
@@ -216,7 +236,12 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
                 f"there is no checkpoint in {checkpointer.save_dir!r} to evaluate: is "
                 "train.output_dir the folder of the run?"
             )
-        checkpointer.resume_or_load("")
+        rest = checkpointer.resume_or_load("")
+        if "EMA" in rest.get("trainer", {}).get("hooks", {}):
+            logger.info(
+                "These are the raw weights. To evaluate their average (EMA): `hooktrain checkpoint "
+                "average CHECKPOINT FILE`, then train.init_checkpoint=FILE without --resume"
+            )
     elif cfg.train.init_checkpoint:
         load_whole(checkpointer, cfg.train.init_checkpoint)
     else:
@@ -350,7 +375,10 @@ def in_short(error: Exception) -> str:
 
 
 def extra_hint(error: Exception) -> str:
-    """How to install a missing package, if it is in an extra of hooktrain."""
+    """How to delete an argument, or to install a package of an extra of hooktrain."""
+    unexpected = re.search("unexpected keyword argument '(.+)'", str(error))
+    if unexpected:
+        return f"\nTo take it away: ~KEY.{unexpected[1]}, such as ~optimizer.{unexpected[1]}"
     if not isinstance(error, ModuleNotFoundError):
         return ""
     name = str(error.name).partition(".")[0].replace("PIL", "pillow")
@@ -364,7 +392,7 @@ def extra_hint(error: Exception) -> str:
 
 if __name__ == "__main__":
     parser = argument_parser()
-    args = parser.parse_intermixed_args()
+    args = parse_arguments(parser)
     args.config_file = find_config(args.config_file, parser.prog)
     try:
         launch(

@@ -270,7 +270,8 @@ def _reason(error: Exception) -> str:
     if asked:
         return (
             f"it asks for {asked[1]!r}, which could run code. Nothing was run. If you trust it: "
-            f"torch.serialization.add_safe_globals([{asked[1]}])"
+            f"torch.serialization.add_safe_globals([{asked[1]}]), or for a whole model save its "
+            "weights: torch.save(torch.load(path, weights_only=False)['model'].state_dict(), ...)"
         )
     first_line, _, _ = message.strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"

@@ -62,7 +62,8 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     if not all(parts) or bool(equals) == deletes:
         raise ValueError(
             "an override is 'key=value', '+key=value' or '~key', with a key like "
-            f"'train.max_iter', not {override!r}"
+            f"'train.max_iter', not {override!r} (--resume takes no path: it goes on in "
+            "train.output_dir; weights alone are train.init_checkpoint=PATH)"
         )
     node: Any = cfg
     *above, last = parts
@@ -129,5 +130,6 @@ def _check_text(node: Any, key: Any, override: str) -> None:
     if isinstance(old, int | float | list | tuple | dict):
         raise ValueError(
             f"the override {override!r} replaces {old!r:.60} by a string: give a value of its "
-            "kind, or a period such as '1 epoch', or put quotes around the string"
+            "kind, or a period such as '1 epoch', or put quotes around the string. A call takes "
+            "another class by its key _target_, as in optimizer._target_=torch.optim.Adam"
         )

@@ -134,8 +134,9 @@ class MetricEvaluator(DatasetEvaluator):
         except Exception as error:
             add_note(
                 error,
-                f"{self._name} gets the outputs first, then the targets, and returns one "
-                "number",
+                f"{self._name} gets the outputs first (in evaluation mode a model returns these, "
+                "and no loss), then the targets, and returns one number; for several give a list "
+                "of metrics",
             )
             raise
 

@@ -190,11 +190,11 @@ class ExponentialMovingAverage(BaseAveragedModel):
             raise ValueError(f"momentum, or 1 - decay, must be in (0, 1]: {momentum!r}")
         if 0.5 < momentum < 1:
             logger.warning(
-                "momentum=%g is the weight of the present values, and forgets fast. For a decay "
-                "of %g give momentum=%g",
-                momentum,
+                "momentum=%g, which is 1 - decay, is the weight of the present values, and forgets "
+                "fast. Is it the other way round: momentum=%g, decay=%g?",
                 momentum,
                 1 - momentum,
+                momentum,
             )
         self.momentum = momentum
         self.warmup = warmup

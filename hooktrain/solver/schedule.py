@@ -169,8 +169,8 @@ class MultiStepParamScheduler(ParamScheduler):
         is_increasing = boundaries == sorted(set(boundaries))
         if len(milestones) != parts - 1 or not is_increasing:
             raise ValueError(
-                f"{parts} values need {parts - 1} milestones that increase, in "
-                f"(0, {end!r}), but got {milestones!r}"
+                f"{parts} values need {parts - 1} milestones that increase, in (0, num_updates), "
+                f"but got {self!r}. Without num_updates the last milestone is the end of the run"
             )
         self.milestones = milestones
         self.num_updates = end

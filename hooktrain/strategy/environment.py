@@ -299,7 +299,7 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     """
     cpu = torch.device("cpu")
     there = torch.accelerator.current_accelerator(check_available=True) or cpu
-    device = torch.device(wanted or there)
+    device = torch.device(there if wanted is None else wanted)
     if device.type == "cpu":
         return cpu
     if device.type != there.type:

@@ -137,8 +137,9 @@ def end_of_run(
         )
     if start == max_iter:
         logger.info(
-            "Nothing is left to train: max_iter=%d is reached. Another run, such as the next fold, "
-            "needs a folder of its own",
+            "Nothing is left to train: max_iter=%d is reached. It counts from iteration 0, as "
+            "max_epochs does: give more to go on. Another run, such as the next fold, needs a "
+            "folder of its own",
             max_iter,
         )
     return max_iter

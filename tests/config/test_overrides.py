@@ -97,6 +97,13 @@ def test_an_override_of_another_form_is_refused(override: str) -> None:
     with pytest.raises(ValueError, match="key=value") as err:
         apply_overrides(config(), [override])
     assert repr(override) in str(err.value)
+    assert "--resume takes no path" in str(err.value)
+
+
+def test_a_class_in_the_place_of_a_call_is_refused_with_its_key() -> None:
+    cfg = ConfigDict(optimizer={"_target_": "torch.optim.SGD"})
+    with pytest.raises(ValueError, match=r"optimizer\._target_=torch\.optim\.Adam"):
+        apply_overrides(cfg, ["optimizer=torch.optim.AdamW"])
 
 
 @pytest.mark.parametrize(

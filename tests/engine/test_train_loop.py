@@ -101,6 +101,7 @@ def test_a_run_that_is_already_complete_runs_no_step(
     assert trainer.iter == trainer.max_iter == 5
     (message,) = caplog.messages
     assert message.startswith("Nothing is left to train: max_iter=5 is reached")
+    assert "counts from iteration 0" in message
     # The model may be that of another fold.
     assert message.endswith("needs a folder of its own")
 

@@ -251,7 +251,7 @@ def test_a_momentum_that_is_a_decay_is_warned_of(
     ExponentialMovingAverage(nn.Linear(1, 1), 0.99)
     (message,) = caplog.messages
     assert "momentum=0.99" in message
-    assert "momentum=0.01" in message
+    assert "momentum=0.01, decay=0.99" in message
 
 
 def test_an_update_does_not_wait_for_the_device() -> None:

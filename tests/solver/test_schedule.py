@@ -199,7 +199,11 @@ def test_values_without_an_order_are_refused(values: Any) -> None:
     [
         (lambda: MultiStepParamScheduler([1, 2]), "milestones"),
         (lambda: MultiStepParamScheduler([1, 2], milestones=[3]), "1 milestones"),
-        (lambda: MultiStepParamScheduler([1, 2, 3], 2), r"\[1, 2\]"),
+        (
+            lambda: MultiStepParamScheduler([1, 2, 3], milestones=[3, 6]),
+            r"milestones=\[3, 6\].*num_updates",
+        ),
+        (lambda: MultiStepParamScheduler([1, 2, 3], 2), "num_updates=2"),
         (lambda: MultiStepParamScheduler([1, 2, 3], 9, [6, 3]), r"\[6, 3\]"),
         (lambda: CompositeParamScheduler([ONE], [1.0], []), r"\[\]"),
         (lambda: CompositeParamScheduler([ONE], [0.9], ["fixed"]), r"\[0.9"),

@@ -311,6 +311,11 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         SingleDeviceStrategy(device="hpu").setup()
 
 
+def test_the_number_0_is_an_accelerator_and_not_left_out() -> None:
+    with pytest.raises(RuntimeError, match="accelerator"):
+        joining.choose_device(0)
+
+
 def test_a_single_device_is_for_one_process(started_by: Any) -> None:
     started_by(torchrun(world_size=2))
     with pytest.raises(RuntimeError, match="2 processes"):

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loading import load_tool
+from torch import nn
 
 from equality import assert_same_end
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
-from hooktrain.config import LazyConfig, instantiate
+from hooktrain.config import ConfigDict, LazyConfig, instantiate
+from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.utils.logger import close_logger
 from processes import run_program
 from toys import model_of
@@ -200,6 +203,53 @@ def test_flags_that_exclude_each_other_are_refused_at_once(
     with pytest.raises(ValueError, match=flags.split()[-1]):
         tool.main(tool.argument_parser().parse_args(args))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--lr", "0.05"], "--lr .*optimizer.lr=0.1"),
+        (["--resume", "epochs=3"], ""),
+        (["resume=True"], "resume=True is no setting, but the option --resume"),
+        (["+num_gpus=2"], "--num-gpus"),
+    ],
+)
+def test_settings_with_dashes_and_options_without_them_are_told(
+    given: list[str], told: str, monkeypatch: Any, capsys: Any
+) -> None:
+    tool = load_tool("train_net")
+    monkeypatch.setattr("sys.argv", ["train_net.py", "--config-file", CONFIG, *given])
+    if not told:
+        assert tool.parse_arguments(tool.argument_parser()).opts == ["epochs=3"]
+        return
+    with pytest.raises(SystemExit):
+        tool.parse_arguments(tool.argument_parser())
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_an_argument_that_another_class_lacks_is_told_with_how_to_delete_it() -> None:
+    tool = load_tool("train_net")
+    with pytest.raises(TypeError) as error:
+        torch.optim.AdamW([torch.zeros(1)], momentum=0.9)  # type: ignore[call-arg]
+    assert "~optimizer.momentum" in tool.in_short(error.value)
+
+
+@pytest.mark.parametrize("has_average", [True, False])
+def test_an_evaluation_of_raw_weights_says_where_their_average_is(
+    has_average: bool, tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    tool = load_tool("train_net")
+    model = nn.Linear(1, 1)
+    trainer = SimpleTrainer(model, [], torch.optim.SGD(model.parameters(), lr=0.1))
+    if has_average:
+        trainer.register_hooks([hooks.EMA(model)])
+    Checkpointer(model, tmp_path, trainer=trainer).save("model_0000001", iteration=1)
+    monkeypatch.setattr(tool, "prepare_model", lambda cfg: (None, nn.Linear(1, 1)))
+    monkeypatch.setattr(tool, "evaluate", lambda cfg, model: {})
+    cfg = ConfigDict(train={"output_dir": str(tmp_path)})
+    with caplog.at_level("INFO"):
+        tool.evaluate_checkpoint(cfg, resume=True, best=False)
+    assert ("checkpoint average" in caplog.text) is has_average
 
 
 def test_a_misspelt_key_leaves_the_folder_of_an_earlier_run_where_it_is(

@@ -377,7 +377,7 @@ class BestCheckpointer(HookBase):
             )
         else:
             logger.info(
-                "The best %s is %.4g, of iteration %d, in %s",
+                "The best %s is %.4g, of iteration %d, in %s; the model has the last weights",
                 self._val_metric,
                 self.best_metric,
                 self.best_iter,

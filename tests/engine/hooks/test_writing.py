@@ -133,7 +133,7 @@ def test_the_best_model_is_named_at_the_end(
     trainer.register_hooks([evaluate, best_model])
     with caplog.at_level(logging.INFO):
         trainer.train(max_iter=8)
-    assert best in caplog.messages
+    assert f"{best}; the model has the last weights" in caplog.messages
 
 
 class Recorder(EventWriter):
