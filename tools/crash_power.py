@@ -546,7 +546,7 @@ class Cuts:
             safe = -1
             for part in range(1, draw.randint(1, 3) + 1):
                 rank = draw.choices(range(variant.ranks), counts)[0]
-                at = draw.randrange(counts[rank] // part)
+                at = draw.randrange(max(1, counts[rank] // part))
                 safe = self.cut(folder, variant, rank, at, safe, draw)
             self.run(folder, variant)
             self.check(folder, expected, safe)
