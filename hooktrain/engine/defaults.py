@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -103,7 +104,7 @@ def default_setup(cfg: Any, args: Any) -> None:
             is drawn and kept in the same way.
         args: the arguments of the command line, which may have ``resume``, ``log_level`` and
             ``eval_only``. With ``eval_only`` only the log and fetched checkpoints are
-            written, and another run may be using the folder.
+            written, the log if the folder can be written to, and another run may be using it.
 
     Raises:
         RuntimeError: if another run is using the output folder.
@@ -125,7 +126,10 @@ def default_setup(cfg: Any, args: Any) -> None:
         initial = train.get("init_checkpoint", "")
         claim = partial(_claim_folder, folder, initial, eval_only, resumes)
         archived = on_main_process(claim)
-    setup_logger(folder or None, level=getattr(args, "log_level", "normal"))
+    logs_to = folder or None
+    if eval_only and folder and not os.access(folder, os.W_OK):
+        logs_to = None  # the run of another user, say
+    setup_logger(logs_to, level=getattr(args, "log_level", "normal"))
     if archived:
         logger.warning(
             "A new run begins. The folder of the earlier run was renamed to %s; rename it back "

@@ -106,8 +106,9 @@ class JSONWriter(ScalarWriter):
                 while text:
                     written = file.write(text)
                     text = text[written:]
-            except OSError:
+            except OSError as error:
                 file.truncate(end)
+                error.filename = str(self._path)
                 raise
             return file.tell()
 

@@ -239,6 +239,19 @@ def test_an_evaluation_needs_no_config_json(folder: Path) -> None:
     default_setup(config(folder, "train.seed=null"), Namespace(eval_only=True))
 
 
+def test_an_evaluation_of_a_folder_that_can_only_be_read_writes_no_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(folder, stop=2)
+    close_logger()
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    # As for another user; root may write everywhere.
+    monkeypatch.setattr("os.access", lambda path, mode: path != str(folder))
+    default_setup(config(folder), Namespace(eval_only=True))
+    logging.getLogger("hooktrain").warning("on the terminal")
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize("key", ["seed", "max_iter"])
 def test_a_resume_executes_nothing_of_the_output_folder(key: str, folder: Path) -> None:
     start(folder, stop=2)

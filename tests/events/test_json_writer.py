@@ -90,7 +90,7 @@ def test_what_could_not_be_written_comes_with_the_next_write(path: Path) -> None
         writer.write()
         storage.iter = 1
         storage.put_scalar("loss", 2.0)
-        full = pytest.raises(OSError, match="File too large")
+        full = pytest.raises(OSError, match=f"File too large: '{path}'")
         with full_disk(path.stat().st_size + 10), full:
             writer.write()
         first = {"iteration": 0, "loss": 1.0, "mean_loss": 1.0}
