@@ -44,8 +44,9 @@ class HistoryBuffer:
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
         written: by the name of a writer, how many values it has written.
-        shown: the entries that writers show of the newest values, computed once for all writers.
-            The next value clears it.
+        shown: what writers show of the newest values, computed once for all of them: by the size
+            of a window its values, and by that and the number of new values their entries. The
+            next value clears it.
     """
 
     def __init__(self, max_length: int = 10_000, result: str = "") -> None:
@@ -58,7 +59,7 @@ class HistoryBuffer:
         self.non_finite_count = 0
         self.finite_sum = 0.0
         self.written: dict[str, int] = {}
-        self.shown: dict[tuple[int, int], list[Entry]] = {}
+        self.shown: dict[Any, list[Any]] = {}
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Add a value.
@@ -76,6 +77,12 @@ class HistoryBuffer:
         self._data.extend(entries)
         self.shown.clear()
         self.count += len(entries)
+        total = self.finite_sum
+        for value, _ in entries:
+            total += value
+        if isfinite(total):  # then all values are
+            self.finite_sum = total
+            return
         for value, _ in entries:
             if isfinite(value):
                 self.finite_sum += value
@@ -91,9 +98,16 @@ class HistoryBuffer:
         return self._data[-1][0]
 
     def recent(self, window_size: int) -> list[float]:
-        """The values of a window."""
-        _, last = self._data[-1]
-        return [value for value, _ in self.since(last - window_size + 1)]
+        """The values of a window. The list is kept for the next call, so do not change it."""
+        if window_size not in self.shown:
+            _, last = self._data[-1]
+            newest_first = []
+            for value, iteration in reversed(self._data):
+                if iteration <= last - window_size:
+                    break
+                newest_first.append(value)
+            self.shown[window_size] = newest_first[::-1]
+        return self.shown[window_size]
 
     def median(self, window_size: int) -> float:
         """The median of a window; NaN if one of its values is NaN."""

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import cache
 
 from hooktrain.events.storage import EventStorage
 from hooktrain.events.writer import TIMES, Metrics, ScalarWriter
@@ -94,6 +95,7 @@ class CommonMetricPrinter(ScalarWriter):
         return [f"eta: {pretty_seconds(seconds)}"]
 
 
+@cache  # each line has the same names
 def _place(name: str) -> int:
     """The place of a metric in a line: losses come first, then others, times, learning rates."""
     if is_loss(name):

@@ -327,7 +327,8 @@ class LRMultiplier(LRScheduler):
         if epoch is None:
             epoch = self.last_epoch + 1
         self.last_epoch = epoch
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+        for index, rate in enumerate(self.get_lr()):  # zip(strict=True) takes longer
+            group = self.optimizer.param_groups[index]
             if hasattr(group["lr"], "fill_"):
                 # A tensor, filled in place for captured graphs; no synchronisation.
                 group["lr"].fill_(rate)

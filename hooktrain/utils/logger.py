@@ -136,4 +136,4 @@ def close_logger(name: str = "hooktrain") -> None:
 
 def pretty_seconds(seconds: float) -> str:
     """Days, hours, minutes and seconds, such as ``1 day, 3:00:05``."""
-    return str(timedelta(seconds=int(seconds)))
+    return str(timedelta(0, int(seconds)))
