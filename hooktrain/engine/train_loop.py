@@ -331,20 +331,17 @@ class TrainerBase:
         self.storage.iter = self.iter
         begun = self._begun or []
         self._begun = None
-        first: BaseException | None = None
         for hook in begun:
             try:
                 hook.after_train()
             except BaseException as error:  # sys.exit() and Ctrl-C too
                 self.succeeded = False  # for the hooks that follow
-                if first is None:
-                    first = error
-                else:
+                if self._late_error is not None:
                     logger.exception("A further hook failed in after_train:")
-        first = first or self._late_error
-        if first is not None:
+                self.raise_later(error)
+        if self._late_error is not None:
             self.succeeded = False
-            raise first
+            raise self._late_error
 
     # Requests of hooks.
 

@@ -170,9 +170,7 @@ class ModelTrainer(TrainerBase):
                 self._trainable |= trained
                 check_parts(self.model, self.optim_wrapper)
         super().after_step()
-        if not self._first_versions:
-            return
-        if self.ends_period:
+        if self.ends_period and self._first_versions:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, self._first_versions)
