@@ -1,9 +1,11 @@
-"""What the ranks of a run tell each other at each exchange, besides metrics."""
+"""What the ranks of a run tell each other as it begins, and at each exchange besides metrics."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hooktrain.engine.clock import Clock
+from hooktrain.engine.hook_base import HookBase, State
+from hooktrain.engine.hook_list import named_hooks
 from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -54,3 +56,21 @@ class Agreement:
         if rank >= 0 and self.stop_reason is None:
             self.stop_reason = comm.broadcast(self._own_reason, rank)
             logger.info("Stopping, since rank %d asks: %s", rank, self.stop_reason)
+
+
+def agree_on_run(hooks: Iterable[HookBase], settings: State) -> State:
+    """Find out which hooks all ranks have, and take the main process's settings. A collective.
+
+    Returns:
+        The settings of the main process.
+
+    Raises:
+        RuntimeError: if a hook that all ranks need is not registered on all of them.
+    """
+    named = named_hooks(hooks)
+    ranks = comm.all_gather((list(named), settings))
+    for name, hook in named.items():
+        hook.on_every_rank = all(name in names for names, _ in ranks)
+        if hook.needs_every_rank and not hook.on_every_rank:
+            raise RuntimeError(f"register {name} on every rank, or on none")
+    return ranks[0][1]

@@ -1,16 +1,14 @@
 """The loop of iterations, which calls the hooks around it."""
 
 import logging
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from hooktrain import __version__
-from hooktrain.engine.agreement import Agreement
+from hooktrain.engine.agreement import Agreement, agree_on_run
 from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import EVENTS, HookBase, State
 from hooktrain.engine.hook_list import (
@@ -27,7 +25,7 @@ from hooktrain.engine.preflight import warn_of_events
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
-from hooktrain.utils.env import seed_step
+from hooktrain.utils.env import in_one_thread, seed_step
 from hooktrain.utils.names import as_list
 from hooktrain.utils.periods import end_of_run
 
@@ -36,23 +34,7 @@ _SHARED = ("seed", "_max_iter", "sync_period", "_epoch_length", "_loader_length"
 
 Trainer = TypeVar("Trainer", bound="TrainerBase")
 
-_training = threading.RLock()  # of the thread that trains
-
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def _in_one_thread() -> Iterator[None]:
-    """Refuse a run while another thread of this process has one."""
-    if not _training.acquire(blocking=False):
-        raise RuntimeError(
-            "another thread of this process is training, and both would draw from the same random "
-            "generators: train in processes, or one after the other"
-        )
-    try:
-        yield
-    finally:
-        _training.release()
 
 
 class TrainerBase:
@@ -196,7 +178,7 @@ class TrainerBase:
             self.storage = EventStorage(start)
         self.iter = self.start_iter = start
         self.max_iter = max_iter
-        with _in_one_thread(), self.storage:
+        with in_one_thread(), self.storage:
             try:
                 self.before_train()
                 self._run_iterations()
@@ -239,7 +221,13 @@ class TrainerBase:
         self._late_error = None
         self.done = self.start_iter
         self._losses = LossRecorder(self.storage, self.start_iter)
-        self._agree()
+        self._rank = comm.data_parallel_rank()
+        if self.seed is None:
+            self.seed = torch.initial_seed()
+        self.clock.is_shared = comm.get_world_size() > 1
+        own = {name: getattr(self, name) for name in _SHARED}
+        for name, value in agree_on_run(self._hooks, own).items():
+            setattr(self, name, value)
         self.storage.iter = self.iter
         self.storage.max_iter = self.max_iter
         self.storage.epoch_length = self.epoch_length
@@ -248,22 +236,6 @@ class TrainerBase:
             hook.before_train()
             self._begun.append(hook)
         self.succeeded = self.start_iter >= self.max_iter
-
-    def _agree(self) -> None:
-        """Take the main process's values, and find out which hooks all ranks have."""
-        self._rank = comm.data_parallel_rank()
-        if self.seed is None:
-            self.seed = torch.initial_seed()
-        hooks = named_hooks(self._hooks)
-        mine = {name: getattr(self, name) for name in _SHARED}
-        ranks = comm.all_gather((list(hooks), mine))
-        self.clock.is_shared = len(ranks) > 1
-        for name, value in ranks[0][1].items():
-            setattr(self, name, value)
-        for name, hook in hooks.items():
-            hook.on_every_rank = all(name in names for names, _ in ranks)
-            if hook.needs_every_rank and not hook.on_every_rank:
-                raise RuntimeError(f"register {name} on every rank, or on none")
 
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks."""

@@ -1,6 +1,9 @@
 """Seeds of the global random number generators."""
 
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from hashlib import blake2b
 from operator import index
@@ -12,6 +15,26 @@ import torch
 
 # Each generator on the CPU takes a seed of 32 bits.
 _FOUR_SEEDS = Struct("<IIII")
+
+_training = threading.RLock()  # of the thread that trains
+
+
+@contextmanager
+def in_one_thread() -> Iterator[None]:
+    """Refuse to train while another thread of this process does.
+
+    Raises:
+        RuntimeError: if another thread trains.
+    """
+    if not _training.acquire(blocking=False):
+        raise RuntimeError(
+            "another thread of this process is training, and both would draw from the same random "
+            "generators: train in processes, or one after the other"
+        )
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 def seed_all_rng(seed: int) -> None:

@@ -20,6 +20,7 @@ from hooktrain.engine import (
     create_ddp_model,
     hooks,
 )
+from hooktrain.engine.agreement import agree_on_run
 from hooktrain.engine.hook_base import EVENTS
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.events import EventStorage, get_event_storage
@@ -406,7 +407,7 @@ def train_with_lone_hooks(folder: Path) -> list[str]:
         trainer = Trainer()
         trainer.register_hooks([lone] if comm.is_main_process() else [])
         try:
-            trainer._agree()
+            agree_on_run(trainer.hooks, {})
         except RuntimeError as error:
             refused.append(str(error))
     return refused
