@@ -101,12 +101,8 @@ class HistoryBuffer:
         """The values of a window. The list is kept for the next call, so do not change it."""
         if window_size not in self.shown:
             _, last = self._data[-1]
-            newest_first = []
-            for value, iteration in reversed(self._data):
-                if iteration <= last - window_size:
-                    break
-                newest_first.append(value)
-            self.shown[window_size] = newest_first[::-1]
+            first = last - window_size + 1
+            self.shown[window_size] = [value for value, _ in self.since(first)]
         return self.shown[window_size]
 
     def median(self, window_size: int) -> float:
