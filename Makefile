@@ -6,14 +6,14 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: train test gpu store lint format docs check-site benchmark clean
+.PHONY: train test gpu store examples lint format docs check-site benchmark clean
 
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
 
 # The tests of a file share runs and processes, so they stay together.
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not examples"
 
 gpu: .venv/installed-dev
 	$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'  # fails without a card
@@ -22,6 +22,10 @@ gpu: .venv/installed-dev
 store: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[store-server]'
 	$(BIN)/python -m pytest tests/checkpoint/test_store.py tests/tools/test_stored_runs.py
+
+examples: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[examples]'
+	$(BIN)/python -m pytest -n 2 tests/examples
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -106,6 +106,13 @@ setup(
         "safetensors": SAFETENSORS,
         "store": STORE,
         "store-server": [*STORE, "moto[server]>=5.0"],  # to test stores with
+        "examples": [
+            "gymnasium>=1.0",
+            "peft>=0.15",
+            "timm>=1.0.9",
+            "torch-geometric>=2.6",
+            "transformers>=4.40",
+        ],
         "vision": ["torchvision>=0.24"],
         "trackers": ["wandb>=0.19", "mlflow>=2.15"],
         "docs": ["furo>=2024.8.6", "myst-parser>=4.0", "sphinx>=8.1", *TENSORBOARD],

@@ -18,7 +18,7 @@ SOURCES = (
     *("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile"),
     *("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
     *("CITATION.cff", ".ci", ".github"),
-    *("hooktrain", "configs", "docs", "tests", "tools"),
+    *("hooktrain", "configs", "docs", "examples", "tests", "tools"),
 )
 TOOLS = {
     *("train_net.py", "plot.py", "checkpoint.py", "new.py"),
