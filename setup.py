@@ -114,7 +114,7 @@ setup(
             "transformers>=4.40",
         ],
         "vision": ["torchvision>=0.24"],
-        "trackers": ["wandb>=0.19", "mlflow>=2.15"],
+        "trackers": ["wandb>=0.19", "mlflow>=2.15", "trackio>=0.20"],
         "docs": ["furo>=2024.8.6", "myst-parser>=4.0", "sphinx>=8.1", *TENSORBOARD],
         "dev": [
             *TENSORBOARD,

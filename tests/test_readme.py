@@ -16,8 +16,10 @@ import torch
 
 from equality import assert_same_end
 from gloo import run_ranks
+from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.batches import Batches
 from hooktrain.engine import hooks
+from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors
 from processes import run_program
@@ -259,6 +261,52 @@ def test_the_stream_of_shards_of_the_guide_goes_on_where_each_rank_was(
 ) -> None:
     results = run_ranks(resumed_in_each_epoch, 2, str(tmp_path), GUIDE)
     assert results == [[True] * 3] * 2
+
+
+def read_by_the_ranks(program: str) -> tuple[str, Any, Any]:
+    """What the block of the guide about several ranks prints, and the first shares of all."""
+    names: dict[str, Any] = {"build_train_loader": build_train_loader}
+    names["build_test_loader"] = build_test_loader
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(program, names)
+    tested = names["shares"](build_test_loader(range(5), batch_size=5))
+    return printed.getvalue().partition("\n")[0], names["of_ranks"], tested
+
+
+def test_the_ranks_share_the_batches_of_the_guide_and_test_each_sample_once() -> None:
+    (program,) = [block for block in programs(GUIDE) if "def shares" in block]
+    first, alone, tested = read_by_the_ranks(program)
+    assert tested == [[0, 1, 2, 3, 4]]
+    for printed, of_ranks, shared in run_ranks(read_by_the_ranks, 2, program):
+        assert printed == first
+        assert [len(share) for share in of_ranks] == [2, 2]
+        assert sorted(of_ranks[0] + of_ranks[1]) == sorted(alone[0])
+        assert shared == [[0, 1, 2], [3, 4]]
+
+
+def predicted(folder: str, program: str) -> None:
+    """Write the predictions of a model for 5 samples by the evaluator of the guide."""
+    names: dict[str, Any] = {"DatasetEvaluator": DatasetEvaluator, "comm": comm}
+    exec(program.partition("\n\nbest = ")[0], names)
+    model = torch.nn.Linear(1, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.0], [1.0]]))
+        model.bias.copy_(torch.tensor([2.5, 0.0]))
+    samples = torch.arange(5.0)[:, None]
+    path = Path(folder, "predictions.csv")
+    loader = build_test_loader(samples, batch_size=2)  # type: ignore[arg-type]
+    inference_on_dataset(model, loader, names["Predictions"](path))
+
+
+def test_the_predictions_of_two_ranks_are_in_the_order_of_the_data(
+    tmp_path: Path,
+) -> None:
+    (program,) = [block for block in programs(GUIDE) if "class Predictions" in block]
+    run_ranks(predicted, 2, str(tmp_path), program)
+    lines = (tmp_path / "predictions.csv").read_text().splitlines()
+    rows = [line.split(",")[:2] for line in lines]
+    assert rows == [["0", "0"], ["1", "0"], ["2", "0"], ["3", "1"], ["4", "1"]]
 
 
 def divided(program: str) -> tuple[float, Any]:

@@ -1,13 +1,14 @@
 """The guide's modules for experiment trackers, with the trackers themselves.
 
-W&B writes files, and MLflow a data base, so that neither needs a network. They are in the extra
-`trackers`, and without them these tests are skipped.
+W&B writes files, MLflow and trackio a data base, so that none needs a network. They are in the
+extra `trackers`, and without them these tests are skipped.
 """
 
 import itertools
 import json
 import os
 import re
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from test_readme import GUIDE, programs
 MODULES = dict(re.findall(r"```py\n# (my_\w+\.py)\n(.*?)```", GUIDE, re.DOTALL))
 (SETTINGS,) = re.findall(r"```py\n(once = .*?)```", GUIDE, re.DOTALL)
 (ONCE,) = [block for block in programs(GUIDE) if "class Once" in block]
+TABLE = ("Wandb", "MLflow")  # the trackers of the guide's table of further functions
 ROWS = re.findall(r"^\| .+ \| `(wandb.+?)`.* \| `(mlflow.+?)`.* \|$", GUIDE, re.M)
 
 SCRIPT = """
@@ -81,13 +83,14 @@ def train(folder: Path, name: str, column: int, stop: str, code: int) -> str:
     module = f"my_{name.lower()}"
     (folder / "once.py").write_text(ONCE.partition("\n\ntracked.")[0])
     (folder / f"{module}.py").write_text(MODULES[f"{module}.py"])
-    rest = "\n    ".join(row[1 - column] for row in ROWS)
+    rest = "\n    ".join(row[1 - column] for row in ROWS) if name in TABLE else ""
     names = {"module": module, "name": name, "tracker": name.lower()}
-    settings = SETTINGS.split("# ")[column]
+    settings = SETTINGS.split("# ")[column].replace("MLflow", name)
     script = SCRIPT.format(settings=settings, rest=rest, **names)
     (folder / "train.py").write_text(script)
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
     local = {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "DO_NOT_TRACK": "true"}
+    local.update(TRACKIO_DIR=str(folder / "trackio"), HF_HUB_OFFLINE="1")
     for argument, expected in ((stop, code), ("", 0)):
         done = subprocess.run(
             [sys.executable, "train.py", argument],
@@ -161,3 +164,18 @@ def test_mlflow_gets_each_step_once_of_a_run_that_was_killed_and_resumed(
         assert [m.step for m in history] == steps_in_json(tmp_path, metric)
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"config.json", "images", "model_final.pth"} <= artifacts
+
+
+def test_trackio_gets_each_step_once_of_a_run_that_was_stopped_and_resumed(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("trackio")
+    run_id = train(tmp_path, "Trackio", 0, "end", 143)
+    with sqlite3.connect(tmp_path / "trackio" / "digits.db") as base:
+        rows = base.execute(
+            "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", [run_id]
+        ).fetchall()
+    base.close()
+    for metric in ("total_loss", "top/accuracy_top1"):
+        steps = [step for step, metrics in rows if metric in json.loads(metrics)]
+        assert steps == steps_in_json(tmp_path, metric)
