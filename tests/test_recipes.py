@@ -15,12 +15,7 @@ BLOCKS = dict(
 )
 BEFORE = [
     next(block for block in programs(GUIDE) if text in block)
-    for text in (
-        "class Points(",
-        "class Net(",
-        "import SimpleTrainer, default",
-        "def error_rate",
-    )
+    for text in ("class Points(", "class Net(", '"output/points"', "def error_rate")
 ]
 
 
