@@ -32,7 +32,7 @@ from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.checks import versions, warn_of_idle
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.names import add_note, check_count, refuse_overrides
@@ -584,7 +584,7 @@ class StepTrainer(ModelTrainer):
         super().after_train()
 
     def _wrappers(self) -> Iterable[OptimWrapper]:
-        return wrappers_by_name(self.optim_wrapper).values()
+        return by_name(self.optim_wrapper).values()
 
     def _before_update(self, wrapper: OptimWrapper) -> None:
         self.updating = wrapper

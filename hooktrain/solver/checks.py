@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_state import parameter_names
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import by_name
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
         ValueError: if the optimizers have no parameter of the model.
     """
     names = parameter_names(model)
-    wrappers = wrappers_by_name(optim_wrapper).values()
+    wrappers = by_name(optim_wrapper).values()
     trained = {p for wrapper in wrappers for p in wrapper.parameters}
     problem = another_model("the optimizer", trained, model)
     if problem:
@@ -111,7 +111,7 @@ def _trainable(item: Any) -> set[Tensor]:
 def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
     """How often parameters were changed, and the rates, by the names of the optimizers."""
     found = {}
-    for name, wrapper in wrappers_by_name(optim_wrapper).items():
+    for name, wrapper in by_name(optim_wrapper).items():
         found[name] = (
             sum(parameter._version for parameter in wrapper.parameters),
             # Host-device synchronisation, where rates are tensors: twice in a run.
@@ -128,7 +128,7 @@ def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None
         before: what :func:`versions` gave when the run began.
     """
     now = versions(optim_wrapper)
-    for name, wrapper in wrappers_by_name(optim_wrapper).items():
+    for name, wrapper in by_name(optim_wrapper).items():
         optimizer = wrapper.optimizer
         (changes, rates), (changes_before, rates_before) = now[name], before[name]
         # Some write to p.data, which has no version; but they have a state.

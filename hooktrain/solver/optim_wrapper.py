@@ -23,7 +23,7 @@ from hooktrain.solver.optim_state import (
 )
 from hooktrain.solver.param_groups import ParamGroup, settings_of
 from hooktrain.utils import comm
-from hooktrain.utils.names import add_note, call, check_count, refuse_overrides
+from hooktrain.utils.names import add_note, call, check_count
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,10 @@ class OptimWrapper:
         skipped_updates: how many updates were skipped because gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is not an optimizer or ``clip_grad`` not a dict, for an unknown
-            key, or when a subclass is defined that overrides what only MMEngine calls.
+        TypeError: if ``optimizer`` is not an optimizer or ``clip_grad`` not a dict, or for an
+            unknown key.
         ValueError: for a count below 1, or for impossible clipping.
     """
-
-    def __init_subclass__(cls) -> None:
-        refuse_overrides(cls, {"_clip_grad": "override clip_gradients()"})
 
     def __init__(
         self,
@@ -107,11 +104,6 @@ class OptimWrapper:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The optimizer's default settings."""
-        return self.optimizer.defaults
 
     def name_parameters(self, model: nn.Module) -> None:
         """From now on save the states of parameters under their names in this model.

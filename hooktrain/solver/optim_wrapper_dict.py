@@ -91,10 +91,6 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             wrapper.load_state_dict(state_dict[name])
 
 
-def wrappers_by_name(
-    optim_wrapper: OptimWrapper | OptimWrapperDict,
-) -> Mapping[str, OptimWrapper]:
-    """Several wrappers by their names; a single one by the name ``""``."""
-    if isinstance(optim_wrapper, OptimWrapper):
-        return {"": optim_wrapper}
-    return optim_wrapper
+def by_name(given: Any) -> Mapping[str, Any]:
+    """Several wrappers, optimizers or the like by their names; a single one by the name ``""``."""
+    return given if isinstance(given, Mapping) else {"": given}

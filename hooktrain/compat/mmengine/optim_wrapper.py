@@ -1,4 +1,4 @@
-"""Optimizer wrappers with MMEngine's ``get_lr`` and ``get_momentum``."""
+"""Optimizer wrappers with MMEngine's ``get_lr``, ``get_momentum`` and ``defaults``."""
 
 import logging
 from collections.abc import Mapping
@@ -12,16 +12,29 @@ from torch.optim import Optimizer
 from hooktrain import solver
 from hooktrain.solver.optim_state import State
 from hooktrain.solver.param_groups import ParamGroup
+from hooktrain.utils.names import refuse_overrides
 
 logger = logging.getLogger(__name__)
 
 
 class OptimWrapper(solver.OptimWrapper):
-    """:class:`hooktrain.solver.OptimWrapper` with ``get_lr`` and ``get_momentum``."""
+    """:class:`hooktrain.solver.OptimWrapper` with further methods of MMEngine's.
+
+    Raises:
+        TypeError: when a subclass is defined that overrides what only MMEngine calls.
+    """
+
+    def __init_subclass__(cls) -> None:
+        refuse_overrides(cls, {"_clip_grad": "override clip_gradients()"})
 
     def get_lr(self) -> dict[str, list[float]]:
         """The learning rate of each group, as ``{"lr": [0.1]}``."""
         return {"lr": [group["lr"] for group in self.param_groups]}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's default settings."""
+        return self.optimizer.defaults
 
     def get_momentum(self) -> dict[str, list[float]]:
         """The momentum of each group, as ``{"momentum": [0.9]}``.

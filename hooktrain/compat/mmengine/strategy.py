@@ -29,7 +29,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_state import without_schedules
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.strategy.base import Compile
 from hooktrain.strategy.environment import Launcher
 from hooktrain.utils import comm
@@ -296,7 +296,7 @@ class BaseStrategy(strategy.BaseStrategy):
         own = self.dispatch_kwargs["train_micro_batch_size_per_gpu"]
         batch = comm.data_parallel_size() * own
         ratio = batch / self._auto_scale_lr["base_batch_size"]
-        for wrapper in wrappers_by_name(self.optim_wrapper).values():
+        for wrapper in by_name(self.optim_wrapper).values():
             for group in wrapper.param_groups:
                 if "initial_lr" in group:
                     raise RuntimeError(
@@ -308,7 +308,7 @@ class BaseStrategy(strategy.BaseStrategy):
     def _initialize_counts(self, done: int = 0) -> None:
         """Tell the wrappers how long the run is, so that its last accumulation is shorter."""
         max_iters = self.dispatch_kwargs.get("max_iters") or 0
-        for wrapper in wrappers_by_name(self.optim_wrapper).values():
+        for wrapper in by_name(self.optim_wrapper).values():
             count = wrapper.inner_count or done
             wrapper.initialize_count_status(self.model, count, max_iters)
 
@@ -359,7 +359,7 @@ class BaseStrategy(strategy.BaseStrategy):
     def scheduler_state_dict(self) -> Any:
         """The states of the schedulers; by name, where there are several optimizers."""
         states = {}
-        for name, schedulers in _by_name(self.param_schedulers).items():
+        for name, schedulers in by_name(self.param_schedulers).items():
             states[name] = [scheduler.state_dict() for scheduler in schedulers]
         return states.get("", states)
 
@@ -391,13 +391,13 @@ class BaseStrategy(strategy.BaseStrategy):
             ValueError: for the states of more or fewer schedulers.
         """
         self._check_scheduler_state(state_dict)
-        states = _by_name(state_dict)
-        for name, schedulers in _by_name(self.param_schedulers).items():
+        states = by_name(state_dict)
+        for name, schedulers in by_name(self.param_schedulers).items():
             for scheduler, state in zip(schedulers, states[name], strict=True):
                 scheduler.load_state_dict(state)
 
     def _check_scheduler_state(self, state_dict: Schedulers) -> None:
-        check_schedulers(_by_name(self.param_schedulers), _by_name(state_dict))
+        check_schedulers(by_name(self.param_schedulers), by_name(state_dict))
 
     def save_checkpoint(
         self,
@@ -590,11 +590,6 @@ class _Checkpointer(Checkpointer):
         if self.callback is not None:
             self.callback(state)
         return state
-
-
-def _by_name(given: Schedulers) -> dict[str, list[Any]]:
-    """Schedulers or their states by the names of optimizers; the only one has the name ""."""
-    return given if isinstance(given, dict) else {"": given}
 
 
 def _settings(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:

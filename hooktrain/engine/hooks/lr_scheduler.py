@@ -12,6 +12,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import find_result, tell_without_evaluation
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import scheduled
+from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class LRScheduler(HookBase):
         """The optimizers by name, in wrappers or not; the only one has the name ``""``."""
         wrapper = getattr(self.trainer, "optim_wrapper", None)
         found = self._optimizer or wrapper or self.trainer.optimizer
-        return found if isinstance(found, Mapping) else {"": found}
+        return by_name(found)
 
     def _schedules_by_name(self) -> dict[str, list[Any]]:
         """The schedules as they were given, by the names of their optimizers."""

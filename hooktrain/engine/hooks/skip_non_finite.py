@@ -5,7 +5,7 @@ import logging
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.losses import WHERE_IT_BEGINS
 from hooktrain.solver import OptimWrapper
-from hooktrain.solver.optim_wrapper_dict import wrappers_by_name
+from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils import comm
 from hooktrain.utils.names import check_count
 from hooktrain.utils.tensors import compute_device, is_sharded, non_finite
@@ -53,13 +53,13 @@ class SkipNonFinite(HookBase):
     def before_step(self) -> None:
         """Tolerate the losses of passes that only accumulate; their update is checked later."""
         self._skipping = False
-        wrappers = wrappers_by_name(self.trainer.optim_wrapper).values()
+        wrappers = by_name(self.trainer.optim_wrapper).values()
         if not all(wrapper.should_sync() for wrapper in wrappers):
             self.trainer.tolerate_losses()
 
     def after_backward(self) -> None:
         """Drop the gradients of a bad update, so that the optimizer changes no parameter."""
-        for wrapper in wrappers_by_name(self.trainer.updating).values():
+        for wrapper in by_name(self.trainer.updating).values():
             if self._is_bad(wrapper):
                 # A scaler counts the infinite gradients by itself.
                 scaler = getattr(wrapper, "grad_scaler", None)
