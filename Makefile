@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: train test gpu store examples lint format docs check-site benchmark clean
+.PHONY: train test gpu store examples engines lint format docs check-site benchmark clean
 
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
@@ -26,6 +26,10 @@ store: .venv/installed-dev
 examples: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[examples]'
 	$(BIN)/python -m pytest -n 2 tests/examples
+
+engines: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[engines]'
+	$(BIN)/python -m pytest -W default tests/engines
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
