@@ -154,10 +154,12 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
         is_meant = _OF_OTHERS.match(name) or (
             name[0] != "_" and get_close_matches(name, events, 1, 0.85)
         )
-        if is_meant and not hasattr(kind.__base__, name):
+        callers = (method for key, method in vars(kind).items() if key != name)
+        is_called = any(name in names_used(method) for method in callers)
+        if is_meant and not is_called and not hasattr(kind.__base__, name):
             logger.warning(
-                "%s.%s is not an event and will not be called; the events are %s. A trainer's own "
-                "step is run_step(), its own loss compute_loss(data)",
+                "%s.%s is not an event, and the trainer does not call it; the events are %s. A "
+                "trainer's own step is run_step(), its own loss compute_loss(data)",
                 kind.__name__,
                 name,
                 ", ".join(events),

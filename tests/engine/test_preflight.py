@@ -251,7 +251,25 @@ class ForgetsConstructor(Base):
         self.mine = 7
 
 
-@pytest.mark.parametrize("kind", [CallsSuper, CallsByName, SwitchesOff, OfNothing])
+class CallsItsOwn(Base):
+    def training_step(self) -> None:
+        self.on_train_start()
+
+    def on_train_start(self) -> None:
+        self.seen = 7
+
+    def before(self) -> None:
+        self.training_step()
+
+
+class OfLightning(Base):
+    def training_step(self) -> None:
+        super().training_step()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "kind", [CallsSuper, CallsByName, SwitchesOff, OfNothing, CallsItsOwn]
+)
 def test_a_method_that_leaves_nothing_out_is_not_told(
     kind: type, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -261,9 +279,13 @@ def test_a_method_that_leaves_nothing_out_is_not_told(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(Forgets, "Forgets.after"), (ForgetsConstructor, "ForgetsConstructor.__init__")],
+    [
+        (Forgets, "Forgets.after"),
+        (ForgetsConstructor, "ForgetsConstructor.__init__"),
+        (OfLightning, "OfLightning.training_step is not an event"),
+    ],
 )
-def test_a_method_without_its_super_is_told(
+def test_a_method_that_is_not_called_or_lacks_its_super_is_told(
     kind: type, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_of_events(kind, ("before", "after"))

@@ -40,6 +40,8 @@ class LRScheduler(hooks.LRScheduler):
         self.drive(scheduler, optimizer, scheduler.param_name)
         if getattr(scheduler, "need_val_args", False):  # it reduces on a plateau
             metric = scheduler.monitor
-            self.watch(metric, lambda value: scheduler.step({metric: value}))
+            self._watched.append(
+                (metric, lambda value: scheduler.step({metric: value}))
+            )
         self.step_every(scheduler, scheduler.by_epoch)
         return scheduler

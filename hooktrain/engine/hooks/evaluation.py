@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -28,6 +29,11 @@ from hooktrain.utils.periods import Period
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 5.0
+# The ends of the names of metrics, in lower case, for which a mode is a mistake.
+_MISTAKEN = {
+    "min": r"\b([a-z0-9]+_)*(acc|accuracy|auc|f1|miou|m?ap\d*)$",
+    "max": r"^(?!.*neg).*\b([a-z0-9]+_)*(loss|error|mae|mse|rmse)$",
+}
 
 
 class EvalHook(HookBase):
@@ -165,13 +171,19 @@ def _wait_for_all_ranks(seconds: float | None) -> bool:
 def check_mode(mode: str | None, metric: str) -> str:
     """The mode itself, if it says whether more or less of a metric is better.
 
+    A warning tells if the name of the metric says otherwise.
+
     Raises:
         ValueError: for anything but ``"max"`` and ``"min"``.
     """
-    if mode not in ("max", "min"):
+    if mode not in _MISTAKEN:
         raise ValueError(
             f"mode must say whether more or less of {metric!r} is better: give 'max' or "
             f"'min' (train.best_mode in a configuration), not {mode!r}"
+        )
+    if re.search(_MISTAKEN[mode], metric.lower()):
+        logger.warning(
+            "mode=%r takes the worst %r for the best: give the other", mode, metric
         )
     return mode
 

@@ -1,7 +1,7 @@
 """Steps the schedules of the learning rate, and records the rate."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import mode
 from typing import Any
 
@@ -9,7 +9,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
 
 from hooktrain.engine.hook_base import HookBase
-from hooktrain.engine.hooks.evaluation import find_result, tell_without_evaluation
+from hooktrain.engine.hooks.evaluation import (
+    check_mode,
+    find_result,
+    tell_without_evaluation,
+)
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import scheduled
 from hooktrain.solver.optim_wrapper_dict import by_name
@@ -132,21 +136,21 @@ class LRScheduler(HookBase):
                 f"{scheduler!r}"
             )
         if isinstance(scheduler, ParamScheduler):
-            _warn_of_rates(scheduler, optimizer)
             if not self._loaded:
                 _warn_of_new_rates(optimizer)
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
-            scheduler = LRMultiplier(
-                optimizer, scheduler, length, self.trainer.iter - 1
-            )
+            schedule = scheduler
+            scheduler = LRMultiplier(optimizer, schedule, length, self.trainer.iter - 1)
+            _log_rates(schedule, optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
             if self._metric is None:
                 raise ValueError(
                     "ReduceLROnPlateau needs the name of the result that it watches: "
                     "hooks.LRScheduler(scheduler=..., metric='val_loss')"
                 )
-            self.watch(self._metric, scheduler.step)
+            check_mode(scheduler.mode, self._metric)
+            self._watched.append((self._metric, scheduler.step))
         else:
             is_multiplier = isinstance(scheduler, LRMultiplier)
             period = self.step_every(scheduler, self._by_epoch and not is_multiplier)
@@ -156,8 +160,17 @@ class LRScheduler(HookBase):
                     f"{type(scheduler).__name__} has total_steps={scheduler.total_steps}, and "
                     f"takes {steps} in this run; by_epoch=True counts epochs"
                 )
+            if 1.5 * getattr(scheduler, "T_max", steps) < steps:
+                logger.warning(
+                    "The rate goes up again after T_max=%d steps: by_epoch=True counts epochs",
+                    scheduler.T_max,
+                )
             logger.info(
-                "%s steps every %d iterations", type(scheduler).__name__, period
+                "%s steps every %d iterations, %d times in this run (by_epoch=%s)",
+                type(scheduler).__name__,
+                period,
+                steps,
+                self._by_epoch,
             )
         self.drive(scheduler, optimizer, "lr")
         return scheduler
@@ -185,10 +198,6 @@ class LRScheduler(HookBase):
                 f"a multiplier sets {key} alone: give one schedule, not {self.scheduler!r} (are "
                 "hooks registered twice?)"
             )
-
-    def watch(self, metric: str, step: Callable[[float], Any]) -> None:
-        """Call a function with the value of a result after each evaluation."""
-        self._watched.append((metric, step))
 
     def step_every(self, scheduler: Any, by_epoch: bool) -> int:
         """Step a schedule after each epoch, or each iteration.
@@ -305,11 +314,13 @@ def _unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _warn_of_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
-    """Warn of a schedule of rates, where one of multipliers belongs."""
+def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
+    """Log where the rate goes; warn of a schedule of rates, where one of multipliers belongs."""
     group = optimizer.param_groups[0]
-    rate = float(group.get("initial_lr", group["lr"]))
+    rate = group["initial_lr"]
     multipliers = [schedule(step / 20) for step in range(21)]
+    # Host-device synchronisation, where rates are tensors: once a run.
+    logger.info("lr goes from %g to %g", group["lr"], rate * multipliers[-1])
     if multipliers[-1] > 1.001 * multipliers[-2]:
         logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
     highest = max(multipliers)

@@ -358,6 +358,29 @@ def test_whether_more_or_less_is_better_has_to_be_said(mode: Any) -> None:
         EarlyStopping("acc", mode)
 
 
+@pytest.mark.parametrize(
+    ("metric", "mode", "is_told"),
+    [
+        ("classification/accuracy", "min", True),
+        ("val_acc", "min", True),
+        ("ema/bbox/AP50", "min", True),
+        ("classification/val_loss", "max", True),
+        ("eval/mae", "max", True),
+        ("classification/accuracy", "max", False),
+        ("val_loss", "min", False),
+        ("neg_log_loss", "max", False),  # of scikit-learn
+        ("acceleration", "min", False),
+        ("accuracy_gap", "min", False),
+        ("bootstrap", "min", False),
+    ],
+)
+def test_a_mode_that_takes_the_worst_value_for_the_best_is_told(
+    metric: str, mode: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    EarlyStopping(metric, mode)
+    assert (f"mode={mode!r} takes the worst {metric!r}" in caplog.text) is is_told
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_never_the_best(
     tmp_path: Path, value: float

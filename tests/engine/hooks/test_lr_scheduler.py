@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer, StepTrainer, default_hooks
@@ -75,7 +81,58 @@ def test_the_log_says_how_often_a_scheduler_of_torch_steps(
         trainer.train(0, 4)
     assert recorded(trainer) == ([1, 1, 1, 0.5] if by_epoch else [1, 0.5, 0.25, 0.125])
     told = f"ExponentialLR steps every {3 if by_epoch else 1} iterations"
-    assert caplog.messages.count(told) == 1
+    assert [text for text in caplog.messages if text.startswith(told)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_epoch", "steps", "is_wave"),
+    [
+        (lambda o: CosineAnnealingLR(o, T_max=2), False, 6, True),
+        (lambda o: CosineAnnealingLR(o, T_max=2), True, 2, False),
+        (lambda o: CosineAnnealingLR(o, T_max=6), False, 6, False),
+        (lambda o: CosineAnnealingLR(o, T_max=5), False, 6, False),  # after a warm-up
+        (lambda o: OneCycleLR(o, 1.0, total_steps=90), False, 6, False),
+        (lambda o: StepLR(o, 2), False, 6, False),
+    ],
+)
+def test_the_log_says_how_many_steps_a_scheduler_takes_and_if_a_cosine_goes_up_again(
+    schedule: Any,
+    by_epoch: bool,
+    steps: int,
+    is_wave: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer(lr=1.0)
+    trainer.epoch_length = 3
+    made = schedule(trainer.optimizer)
+    trainer.register_hooks([LRScheduler(scheduler=made, by_epoch=by_epoch)])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 6)
+    assert f", {steps} times in this run (by_epoch={by_epoch})" in caplog.text
+    assert ("goes up again after T_max=2 steps" in caplog.text) is is_wave
+
+
+def test_the_log_says_between_which_rates_each_run_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schedule = WarmupParamScheduler(CosineParamScheduler(1.0, 0.25), 0.5, 0.25)
+    trainer = linear_trainer(LRScheduler(scheduler=schedule), lr=8.0)
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 4)
+        trainer.train(max_iter=8)  # where a cosine had ended, it is in its middle again
+    told = [text for text in caplog.messages if text.startswith("lr goes")]
+    assert told == ["lr goes from 4 to 2", "lr goes from 5 to 2"]
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [("min", True), ("max", False)])
+def test_a_plateau_that_takes_the_worst_accuracy_for_the_best_is_told(
+    mode: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer(measure({1: 1.0}, "val/accuracy"), lr=1.0)
+    plateau = ReduceLROnPlateau(trainer.optimizer, mode)
+    trainer.register_hooks([LRScheduler(scheduler=plateau, metric="val/accuracy")])
+    trainer.train(0, 2)
+    assert ("mode='min' takes the worst 'val/accuracy'" in caplog.text) is is_told
 
 
 def test_without_a_schedule_the_rates_of_the_default_hooks_are_only_recorded(
