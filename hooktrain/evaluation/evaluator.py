@@ -172,8 +172,7 @@ class _Mean:
         # A host-device synchronisation, once an evaluation.
         own = (float(self._sum), self._count)
         sums, counts = zip(*comm.all_gather(own), strict=True)
-        total = math.fsum(sums)
-        return total / sum(counts)
+        return math.fsum(sums) / sum(counts)
 
 
 class _Whole(_Mean):

@@ -69,8 +69,8 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
         )
     for name in _hidden(model, names.keys() | trained):
         logger.warning(
-            "%s is not trained: use nn.Parameter, nn.ModuleList or nn.ModuleDict, or "
-            "requires_grad_(False)",
+            "%s has no effect on what is trained: use nn.Parameter, nn.ModuleList or "
+            "nn.ModuleDict, or requires_grad_(False)",
             name,
         )
     for wrapper in wrappers:
@@ -85,7 +85,7 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
 
 
 def _hidden(model: nn.Module, known: Set[Tensor]) -> Iterator[str]:
-    """The names of attributes with trainable tensors, or layers, that are not part of a model.
+    """The names of attributes that have no effect: trainable tensors and layers, or a freeze.
 
     Args:
         model: the model.
@@ -95,7 +95,8 @@ def _hidden(model: nn.Module, known: Set[Tensor]) -> Iterator[str]:
         for key, value in vars(module).items():
             inside = [*value.values()] if isinstance(value, dict) else value
             items = inside if isinstance(inside, list | tuple) else [inside]
-            if any(_trainable(item) - known for item in items):
+            is_freeze = key == "requires_grad" and not value and _trainable(module)
+            if is_freeze or any(_trainable(item) - known for item in items):
                 yield f"{path}.{key}"
 
 

@@ -40,8 +40,30 @@ def test_what_is_no_part_of_the_model_is_named(
     model.fc.hidden = make()
     warnings_of(model)
     [told] = caplog.messages
-    assert told.startswith("model.fc.hidden is not trained")
+    assert told.startswith("model.fc.hidden has no effect")
     assert "nn.Parameter, nn.ModuleList or nn.ModuleDict" in told
+
+
+def test_a_freeze_by_an_attribute_of_a_module_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LinearLoss()
+    model.fc.requires_grad = False
+    warnings_of(model)
+    [told] = caplog.messages
+    assert told.startswith("model.fc.requires_grad has no effect")
+    assert "requires_grad_(False)" in told
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_an_attribute_that_says_whether_a_module_is_trained_is_not_named(
+    is_frozen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(LinearLoss(), nn.Linear(1, 1))
+    model[1].requires_grad_(not is_frozen)
+    model[1].requires_grad = not is_frozen
+    warnings_of(model)
+    assert caplog.messages == []
 
 
 def test_a_buffer_with_a_gradient_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -59,7 +59,8 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
         if method.__name__ == "before_train":
             for hook in self.trainer.hooks:
                 if isinstance(hook, EvalHook):  # of all these hooks, whichever sets it
-                    hook.announce = partial(_announce, self.trainer)
+                    announce = partial(_announce, self.trainer)
+                    hook.announce = announce  # type: ignore[method-assign]
             self.before_run(runner)
         method(self, runner)
         if method.__name__ == "after_train":

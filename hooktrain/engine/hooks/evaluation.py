@@ -60,7 +60,6 @@ class EvalHook(HookBase):
 
     Attributes:
         last_results: what the function returned last on this rank.
-        announce: called right before the function; None for nothing.
         is_told: whether a warning has said that results are missing.
 
     Raises:
@@ -69,7 +68,6 @@ class EvalHook(HookBase):
 
     needs_every_rank = True
     phase = "evaluate"
-    announce: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -110,9 +108,11 @@ class EvalHook(HookBase):
         if self._eval_after_train and self.trainer.succeeded and is_new:
             self._do_eval()
 
+    def announce(self) -> None:
+        """Called right before the function."""
+
     def _do_eval(self) -> None:
-        if self.announce is not None:
-            self.announce()
+        self.announce()
         self.trainer.seed_generators(self.trainer.done, "evaluation")
         outcome: Future[dict[str, float]] = Future()
         with self.trainer.clock.pause("evaluation"):

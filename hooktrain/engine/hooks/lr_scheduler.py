@@ -108,8 +108,7 @@ class LRScheduler(HookBase):
     def _optimizers(self) -> Mapping[str, Any]:
         """The optimizers by name, in wrappers or not; the only one has the name ``""``."""
         wrapper = getattr(self.trainer, "optim_wrapper", None)
-        found = self._optimizer or wrapper or self.trainer.optimizer
-        return by_name(found)
+        return by_name(self._optimizer or wrapper or self.trainer.optimizer)
 
     def _schedules_by_name(self) -> dict[str, list[Any]]:
         """The schedules as they were given, by the names of their optimizers."""
@@ -140,9 +139,11 @@ class LRScheduler(HookBase):
                 _warn_of_new_rates(optimizer)
             # Made again in each run: it covers the whole length, which may have changed.
             length = max(1, self.trainer.max_iter)
-            schedule = scheduler
-            scheduler = LRMultiplier(optimizer, schedule, length, self.trainer.iter - 1)
-            _log_rates(schedule, optimizer)
+            multiplier = LRMultiplier(
+                optimizer, scheduler, length, self.trainer.iter - 1
+            )
+            _log_rates(scheduler, optimizer)
+            scheduler = multiplier
         if isinstance(scheduler, ReduceLROnPlateau):
             if self._metric is None:
                 raise ValueError(
