@@ -132,6 +132,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Run one process of a training or an evaluation; return its last results."""
     cfg = LazyConfig.load(args.config_file)
     refuse_objects(args.config_file, cfg)
+    refuse_commas(cfg, args.opts)
     cfg = LazyConfig.apply_overrides(cfg, args.opts)
     check_settings(cfg)  # before anything is written
     if args.print_config:
@@ -152,6 +153,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     args.resume |= args.best  # that is of a run which is there
     default_setup(cfg, args)
+    warn_of_disabled(cfg, args.opts)
     if args.eval_only:
         return evaluate_checkpoint(cfg, args.resume, args.best)
     # To change a part of the trainer, write the lines of build_trainer here, with yours among them.
@@ -167,6 +169,35 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if cfg.train.expected_results and comm.is_main_process():
         verify_results(cfg.train.expected_results, results)
     return results
+
+
+def refuse_commas(cfg: Any, overrides: list[str]) -> None:
+    """Refuse a comma in the place of a decimal point, which makes a number a tuple.
+
+    Raises:
+        ValueError: for such an override of a number.
+    """
+    for override in overrides:
+        path, _, text = override.partition("=")
+        old = cfg
+        for part in path.split("."):
+            old = old.get(part) if isinstance(old, Mapping) else None
+        is_number = isinstance(old, int | float) and not isinstance(old, bool)
+        if is_number and re.fullmatch(r"-?\d+,\d+", text):
+            raise ValueError(
+                f"{override!r} replaces {old!r} by two numbers: write a point for the comma, or "
+                "parentheses around a tuple"
+            )
+
+
+def warn_of_disabled(cfg: Any, overrides: list[str]) -> None:
+    """Warn of settings on the command line that have no effect, since their part is disabled."""
+    for override in overrides:
+        part, _, name = override.partition("=")[0].rpartition(".")
+        key = part.removeprefix("train.")
+        is_disabled = part != key and not getattr(cfg.train.get(key), "enabled", True)
+        if is_disabled and name != "enabled":
+            logger.warning("%s has no effect without %s.enabled=true", override, part)
 
 
 def refuse_objects(file: str, cfg: Any) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from equality import assert_same_end
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.config import ConfigDict, LazyConfig, instantiate
-from hooktrain.engine import SimpleTrainer, hooks
+from hooktrain.engine import SimpleTrainer, hooks, train_settings
 from hooktrain.utils.logger import close_logger
 from processes import run_program
 from toys import model_of
@@ -225,6 +225,48 @@ def test_settings_with_dashes_and_options_without_them_are_told(
     with pytest.raises(SystemExit):
         tool.parse_arguments(tool.argument_parser())
     assert re.search(told, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("override", "is_refused"),
+    [
+        ("lr=0,1", True),
+        ("block.size=3,5", True),
+        ("block.size=(3,5)", False),
+        ("steps=30,60", False),
+        ("+new=0,1", False),
+        ("lr=0.1", False),
+    ],
+)
+def test_a_comma_in_the_place_of_a_point_is_refused(
+    override: str, is_refused: bool
+) -> None:
+    tool = load_tool("train_net")
+    cfg = ConfigDict(lr=0.1, block={"size": 3}, steps=[30])
+    if is_refused:
+        with pytest.raises(ValueError, match=f"{override}.*a point for the comma"):
+            tool.refuse_commas(cfg, [override])
+    else:
+        tool.refuse_commas(cfg, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        (["train.ema.decay=0.9"], True),
+        (["train.amp.dtype=bfloat16"], True),
+        (["train.ema.decay=0.9", "train.ema.enabled=true"], False),
+        (["train.ema.enabled=false"], False),
+        (["train.max_iter=1", "+train.ddp.x=1", "~train.seed", "model.a=1"], False),
+    ],
+)
+def test_a_setting_of_a_disabled_part_is_told(
+    overrides: list[str], is_told: bool, caplog: Any
+) -> None:
+    tool = load_tool("train_net")
+    cfg = ConfigDict(train=train_settings(), model={"a": 0})
+    tool.warn_of_disabled(LazyConfig.apply_overrides(cfg, overrides), overrides)
+    assert ("has no effect without train." in caplog.text) is is_told
 
 
 def test_an_argument_that_another_class_lacks_is_told_with_how_to_delete_it() -> None:
