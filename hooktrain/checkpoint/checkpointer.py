@@ -124,12 +124,9 @@ class Checkpointer:
 
         Raises:
             KeyError: if the name is taken.
-            TypeError: if the object has no ``load_state_dict``.
         """
         if key == "model" or key in self.checkpointables:
             raise KeyError(f"a checkpointable named {key!r} is there already")
-        if not hasattr(checkpointable, "load_state_dict"):
-            raise TypeError(f"{key!r} has no load_state_dict: {checkpointable!r}")
         self.checkpointables[key] = checkpointable
 
     @staticmethod
@@ -162,7 +159,8 @@ class Checkpointer:
         names = checkpoint_names(self.save_dir)
         if is_new and names:
             self.logger.warning(
-                "A new run begins in %r, and may overwrite what is there: %s",
+                "A new run begins in %r, and may overwrite what is there: %s. resume_or_load() "
+                "before train() goes on with it",
                 self.save_dir,
                 names,
             )

@@ -273,7 +273,6 @@ class DatasetEvaluators(DatasetEvaluator):
         """The results that the evaluators return on this rank, in one dictionary.
 
         Raises:
-            TypeError: if an evaluator returns something else than a dict or None.
             ValueError: if two evaluators return results under the same name.
         """
         merged: dict[str, Any] = {}
@@ -284,11 +283,6 @@ class DatasetEvaluators(DatasetEvaluator):
                 if comm.is_main_process():
                     logger.warning("%s.evaluate() returned nothing", kind)
                 continue
-            if not isinstance(results, Mapping):
-                raise TypeError(
-                    f"{kind}.evaluate() must return a dict of metrics by name, not "
-                    f"{results!r:.300}"
-                )
             twice = merged.keys() & results.keys()
             if twice:
                 raise ValueError(

@@ -183,15 +183,7 @@ class OptimWrapper:
 
         Returns:
             Whether there was an update.
-
-        Raises:
-            TypeError: if ``loss`` is not a tensor, such as a dict of losses.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                "update_params takes one loss, or the sum of several that parse_losses "
-                f"returns, not {loss!r:.200}"
-            )
         self.backward(self.scale_loss(loss))
         if not self.should_update():
             return False

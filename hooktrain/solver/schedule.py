@@ -118,14 +118,6 @@ class PolynomialDecayParamScheduler(ParamScheduler):
         return float(self.base_value * (1 - where) ** self.power)
 
 
-def check_order(values: Any) -> None:
-    """Refuse what would fail in the middle of a run."""
-    if isinstance(values, dict | set):
-        raise TypeError(
-            f"values must be a list, in the order of the run, but got {values!r}"
-        )
-
-
 @dataclass
 class MultiStepParamScheduler(ParamScheduler):
     """``values[k]``, where ``k`` counts the milestones that ``w * num_updates`` has reached.
@@ -154,7 +146,6 @@ class MultiStepParamScheduler(ParamScheduler):
     milestones: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        check_order(self.values)
         parts = len(self.values)
         milestones = self.milestones
         end = self.num_updates

@@ -88,10 +88,9 @@ def setup_logger(
         The logger.
 
     Raises:
-        ValueError: for an unknown ``level``, or an address such as ``s3://...``.
+        KeyError: for an unknown ``level``.
+        ValueError: for an address such as ``s3://...``.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {list(LEVELS)}, but got {level!r}")
     if distributed_rank is None:
         distributed_rank = comm.get_rank() or int(os.environ.get("RANK", "0"))
     close_logger(name)

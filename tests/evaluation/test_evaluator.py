@@ -114,18 +114,6 @@ def test_the_error_of_a_model_that_cannot_take_the_batch_says_how_else(
     assert "step=" in notes[0]
 
 
-def test_an_evaluator_that_returns_no_dict_is_named() -> None:
-    class Count(DatasetEvaluator):
-        def process(self, inputs: Any, outputs: Any) -> None:
-            pass
-
-        def evaluate(self) -> Any:
-            return 0
-
-    with pytest.raises(TypeError, match=r"Count.*dict.*0"):
-        inference_on_dataset(nn.Identity(), [torch.ones(1)], Count())
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_several_evaluators_come_as_a_list_or_a_tuple(kind: Any) -> None:
     evaluators = kind([Recorder({"a": 1}), Recorder(None), Recorder({"b": 2})])

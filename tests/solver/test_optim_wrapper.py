@@ -103,11 +103,6 @@ def test_a_whole_number_of_passes_may_be_a_float() -> None:
     assert wrapper.accumulative_counts == 4
 
 
-def test_an_update_from_a_dict_of_losses_is_refused() -> None:
-    with pytest.raises(TypeError, match="parse_losses"):
-        wrap(LinearLoss()).update_params({"loss_a": torch.ones(())})
-
-
 def test_an_optimizers_own_zero_grad_is_called_also_one_put_in_later() -> None:
     calls: list[str] = []
 

@@ -188,12 +188,6 @@ def test_a_warm_up_rounds_as_its_formula(method: str, rescale: bool) -> None:
 ONE = ConstantParamScheduler(1.0)
 
 
-@pytest.mark.parametrize("values", [{0: 1.0, 30: 0.1}, {1.0, 0.1}])
-def test_values_without_an_order_are_refused(values: Any) -> None:
-    with pytest.raises(TypeError, match="must be a list"):
-        MultiStepParamScheduler(num_updates=90, values=values)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler as LRScheduler
 from hooktrain import solver
 from hooktrain.compat.detectron2.functions import of_detectron2
 from hooktrain.solver import *
-from hooktrain.solver.schedule import ROUNDING, check_order
+from hooktrain.solver.schedule import ROUNDING
 
 _expand_param_groups = solver.expand_param_groups
 
@@ -41,9 +41,6 @@ class StepParamScheduler(solver.ParamScheduler):
 
     num_updates: float
     values: Sequence[float]
-
-    def __post_init__(self) -> None:
-        check_order(self.values)
 
     def __call__(self, where: float) -> float:
         """The value at progress ``where``."""

@@ -47,7 +47,6 @@ class EMA(HookBase):
             averaged model.
 
     Raises:
-        TypeError: if ``average`` is not a :class:`hooktrain.model.BaseAveragedModel`.
         ValueError: if ``1 - decay``, the momentum, is not in (0, 1]; when training starts, if
             ``model`` is not the trainer's.
     """
@@ -65,10 +64,6 @@ class EMA(HookBase):
     ) -> None:
         if average is None:
             average = ExponentialMovingAverage(model, 1 - decay, warmup=warmup)
-        elif not isinstance(average, BaseAveragedModel):
-            raise TypeError(
-                f"average must be a hooktrain.model.BaseAveragedModel, not {type(average)}"
-            )
         self._model = model
         self.average = average
         self.begin_iter = begin_iter

@@ -109,12 +109,6 @@ def test_the_model_of_another_trainer_is_refused(make: Any) -> None:
         trainer.train(0, 1)
 
 
-def test_an_average_of_another_library_is_refused() -> None:
-    model = LinearLoss()
-    with pytest.raises(TypeError, match="AveragedModel"):
-        EMA(model, average=torch.optim.swa_utils.AveragedModel(model))  # type: ignore[arg-type]
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
