@@ -349,7 +349,8 @@ class Checkpointer:
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
-        return self._restore(os.fspath(path), self.read(path), checkpointables)
+        path = local_path(path)
+        return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:
         """The verified content that :meth:`load` loads, with its shards. Collective."""

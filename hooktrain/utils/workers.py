@@ -29,7 +29,7 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
     Args:
         loader: the loader of the batches. Signals are blocked only for a ``DataLoader``, and only
-            on systems that have signal masks (not on Windows).
+            on systems that tell the sender of a signal (not on macOS).
 
     Raises:
         TypeError: for a data set, which yields samples instead of batches.
@@ -38,7 +38,7 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
         raise TypeError(
             f"give a loader of batches, such as a DataLoader, not a {type(loader)}"
         )
-    if not isinstance(loader, DataLoader) or not hasattr(signal, "pthread_sigmask"):
+    if not isinstance(loader, DataLoader) or not hasattr(signal, "sigtimedwait"):
         return iter(loader)
     given = loader.worker_init_fn
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -84,5 +84,9 @@ def _init_worker(
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
+    while parent.is_alive():
+        # By SIGTERM, which the worker blocks, torch ends one that hangs.
+        got = signal.sigtimedwait(ENDING, 1.0)
+        if got is not None and got.si_pid == parent.pid:
+            break
     os._exit(0)

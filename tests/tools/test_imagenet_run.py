@@ -118,7 +118,7 @@ def test_the_rate_climbs_before_it_falls() -> None:
         assert used == pytest.approx(rate, rel=1e-6)
     cfg.dataloader.train.total_batch_size = 512
     resolve(cfg)
-    assert build_optimizer(cfg, instantiate(cfg.model)).defaults["lr"] == 0.2
+    assert build_optimizer(cfg, instantiate(cfg.model)).optimizer.defaults["lr"] == 0.2
 
 
 def test_the_network_is_resnet_50_whose_branches_begin_at_zero() -> None:
