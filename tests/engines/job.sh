@@ -4,7 +4,7 @@
 # train.py, the first of which is an absolute path.
 trap "" TERM  # a preemption sends it to this shell too
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --kill-on-bad-exit=1 "$1" "$(dirname "$0")/train.py" "${@:2}"
+srun --kill-on-bad-exit=1 "$1" train.py "${@:2}"
 code=$?
 state=$(scontrol show job "$SLURM_JOB_ID") # after scancel it is no longer running
 if [ $code = 143 ] && [[ $state == *JobState=RUNNING* ]]; then

@@ -158,19 +158,39 @@ def test_srun_gives_the_weights_of_torchrun(
     check_same(tmp_path, expected)
 
 
+@contextmanager
+def job_of_slurm(folder: Path) -> Iterator[tuple[Any, str]]:
+    """A job that waits in iteration 25, and its number; sbatch ends when the job does."""
+    output = f"--output={folder}/printed"
+    job = ["sbatch", "--wait", output, HERE / "job.sh", sys.executable, folder, 25]
+    with started(*job) as process:
+        wait_for(process, *(folder / f"at25-{i}" for i in range(2)))
+        found = subprocess.check_output(["squeue", "-h", "-o", "%i"], text=True)
+        yield process, found.split()[0]
+
+
 @pytest.mark.usefixtures("slurm")
 def test_a_job_that_slurm_requeues_loses_no_iteration(
     expected: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    output = f"--output={tmp_path}/printed"
-    job = ["sbatch", "--wait", output, HERE / "job.sh", sys.executable, tmp_path, 25]
-    with started(*job) as process:
-        wait_for(process, *(tmp_path / f"at25-{i}" for i in range(2)))
-        found = subprocess.check_output(["squeue", "-h", "-o", "%i"], text=True)
-        subprocess.run(["scancel", "--signal=TERM", found.split()[0]], check=True)
+    with job_of_slurm(tmp_path) as (process, number):
+        subprocess.run(["scancel", "--signal=TERM", number], check=True)
         finish(process)  # SLURM starts a job again after two minutes at the earliest
     check_same(tmp_path, expected)
     assert finished(tmp_path) == [(2, [*range(60)])]
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path: Path) -> None:
+    with job_of_slurm(tmp_path) as (process, number):
+        subprocess.run(["scancel", number], check=True)
+        process.communicate(timeout=400)
+    state = subprocess.check_output(["scontrol", "show", "job", number], text=True)
+    assert "JobState=CANCELLED" in state
+    assert "Restarts=0" in state
+    [(_, iterations)] = finished(tmp_path)
+    saved = (tmp_path / "last_checkpoint").read_text()
+    assert saved == f"model_{iterations[-1]:07}.pth"
 
 
 def test_an_agent_that_joins_loses_no_iteration_and_one_that_dies_those_since_the_checkpoint(
