@@ -4,7 +4,6 @@
     python tools/benchmark.py step --instructions
     python tools/benchmark.py fabric
     python tools/benchmark.py row
-    python tools/benchmark.py row --instructions
     python tools/benchmark.py ddp
     python tools/benchmark.py fsdp
     python tools/benchmark.py replay
@@ -24,10 +23,10 @@ iterations with that of a bare loop and of one with Lightning Fabric, which has 
 (``lightning-fabric``), and which records nothing. ``row`` measures what PeriodicWriter takes in
 such a run when it writes a row of metrics to the console and to JSON.
 
-With ``--instructions`` it counts the instructions of a step, or of a row, instead, which are the
-same on a busy machine as on an idle one. Under valgrind (a package of most systems), processes that
-are forked when everything is imported run 100 and 600 steps of each loop; their difference is 500
-steps. A row is what 20 steps take above those of a run without writers.
+With ``--instructions`` it counts the instructions of a step instead, and those of a row of metrics,
+which are the same on a busy machine as on an idle one. Under valgrind (a package of most systems),
+processes that are forked when everything is imported run 100 and 600 steps of each loop; their
+difference is 500 steps. A row is what 20 steps take more than without writers.
 """
 
 import argparse
@@ -59,8 +58,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger, setup_logger
 from hooktrain.utils.periods import Period
 
-# The loops whose instructions are counted.
-LOOPS = {"step": ("bare", "hooktrain"), "row": ("without writers", "hooktrain")}
+LOOPS = ("bare", "without writers", "hooktrain")
 FEW_AND_MANY = (100, 600)  # iterations; the difference is what steps take
 
 
@@ -345,11 +343,11 @@ def run_steps(loop: str, iterations: int) -> None:
         bare_step(model, batch, optimizer)
 
 
-def fork_loops(what: str) -> None:
-    """Run some steps of both loops in processes of their own, and print their numbers."""
+def fork_loops() -> None:
+    """Run some steps of each loop in processes of their own, and print their numbers."""
     # Everything is imported and compiled once, since valgrind slows this down most.
     run_steps("hooktrain", 20)
-    for loop in LOOPS[what]:
+    for loop in LOOPS:
         for iterations in FEW_AND_MANY:
             child = os.fork()
             if child == 0:
@@ -359,14 +357,14 @@ def fork_loops(what: str) -> None:
             print(loop, iterations, child, sep=",", flush=True)
 
 
-def count_instructions(what: str = "step") -> tuple[float, float]:
-    """The instructions of a step of both loops, in thousands."""
+def count_instructions() -> dict[str, float]:
+    """The instructions of a step of a bare loop and of ours, and of a row, in thousands."""
     # Threads that wait busily and the order of sets would differ from run to run.
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONHASHSEED": "0"}
     command = ["setarch", "--addr-no-randomize"]
     command += ["valgrind", "--tool=cachegrind", "--cache-sim=no"]
-    command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, what]
+    command += ["--cachegrind-out-file=/dev/null", sys.executable, __file__, "step"]
     command += ["--fork-loops"]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
@@ -374,26 +372,23 @@ def count_instructions(what: str = "step") -> tuple[float, float]:
     found = re.findall(r"==(\d+)== I\s+refs:\s+([\d,]+)", done.stderr)
     of_process = {pid: int(count.replace(",", "")) for pid, count in found}
     few, many = FEW_AND_MANY
-    counts: dict[str, float] = dict.fromkeys(LOOPS[what], 0.0)
+    counts: dict[str, float] = dict.fromkeys(LOOPS, 0.0)
     for line in done.stdout.splitlines():
         loop, iterations, pid = line.split(",")
         sign = 1 if int(iterations) == many else -1
         counts[loop] += sign * of_process[pid] / (many - few) / 1e3
-    first, ours = counts.values()
-    return first, ours
+    counts["row"] = 20 * (counts["hooktrain"] - counts.pop("without writers"))
+    return counts
 
 
-def report_instructions(what: str) -> None:
-    """Print the instructions of a step of both loops, or of a row."""
-    bare, ours = count_instructions(what)
-    if what == "row":
-        row = 20 * (ours - bare)
-        print(f"\nthousands of instructions for a row of metrics: {row:.0f}")
-        return
+def report_instructions() -> None:
+    """Print the instructions of a step of both loops, and of a row."""
+    bare, ours, row = count_instructions().values()
     rows = [
         ["bare loop", f"{bare:.0f}"],
         ["hooktrain", f"{ours:.0f}"],
         ["ratio", f"{ours / bare:.3f}"],
+        ["a row of metrics", f"{row:.0f}"],
     ]
     print(f"\nthousands of instructions a step, torch {torch.__version__}")
     print(tabulate(rows, tablefmt="pipe", headers=["Linear(16, 16)", ""]))
@@ -445,10 +440,10 @@ def main() -> None:
     parser.add_argument("--fork-loops", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.fork_loops:
-        fork_loops(args.what)
+        fork_loops()
         return
     if args.instructions:
-        report_instructions(args.what)
+        report_instructions()
         return
     # One more than a multiple of 20: the times between two starts then hold whole periods.
     # Those of replay have one check.

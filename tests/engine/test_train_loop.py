@@ -150,6 +150,18 @@ def test_the_first_of_several_errors_at_the_end_of_a_good_run_is_raised(
     assert not trainer.succeeded
 
 
+def test_a_failing_hook_at_the_end_does_not_hide_an_earlier_error_that_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waiting = ValueError("the evaluation failed")
+    trainer = Trainer()
+    early = CallbackHook(after_train=lambda trainer: trainer.raise_later(waiting))
+    trainer.register_hooks([early, Recorder([], "b", OSError("b after_train 1"))])
+    with pytest.raises(ValueError, match="the evaluation failed"):
+        trainer.train(0, 1)
+    assert "b after_train 1" in caplog.text
+
+
 def test_a_stop_completes_the_iteration() -> None:
     def stop(trainer: Any) -> None:
         if trainer.iter == 2:

@@ -13,11 +13,11 @@ from loading import load_tool
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="was counted with torch 2.13"
 )
-def test_a_step_takes_at_most_19_percent_more_instructions_than_a_bare_loop(
+def test_a_step_takes_less_than_18_5_percent_more_instructions_than_a_bare_loop(
     record_property: Callable[[str, object], None],
 ) -> None:
-    bare, ours = load_tool("benchmark").count_instructions()
+    bare, ours, row = load_tool("benchmark").count_instructions().values()
     record_property(
         "a step's instructions, in those of a bare loop", f"{ours / bare:.3f}"
     )
-    assert 1 < ours / bare < 1.19
+    assert 1 < ours / bare < 1.185
