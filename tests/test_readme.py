@@ -183,6 +183,7 @@ def test_the_blocks_of_each_page_of_the_guide_run_after_those_of_the_first_pages
     printed = run(tmp_path, f"{start}\n{EACH_PAGE}")
     assert re.findall("^page (.+)$", printed, re.MULTILINE) == [*pages]
     assert "CountBig" in printed
+    assert printed.count("refused: ") == 2
     assert re.search(r"rank 0 of 1 on cpu: loss 0\.00\d+", printed)
 
 
