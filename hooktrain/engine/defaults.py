@@ -256,6 +256,7 @@ def default_hooks(
     best_metric: str | None = None,
     best_mode: str | None = None,
     best_ema: hooks.EMA | None = None,
+    restore_best_weights: bool = False,
     writers: Sequence[EventWriter] | None = None,
     log_period: int | str = 20,
 ) -> list[hooks.HookBase]:
@@ -276,6 +277,7 @@ def default_hooks(
         best_mode: ``"max"`` or ``"min"``; see :class:`hooktrain.engine.hooks.BestCheckpointer`.
         best_ema: the hook whose averaged weights go into ``model_best.pth``; None saves the raw
             weights.
+        restore_best_weights: whether the model has these weights when the run has ended.
         writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`. None makes those of
             :func:`default_writers`, to the folder of the Checkpointer, if it has one.
         log_period: the period of the writers.
@@ -298,7 +300,11 @@ def default_hooks(
         if best_metric:
             found.append(
                 hooks.BestCheckpointer(
-                    checkpointer, best_metric, best_mode, ema=best_ema
+                    checkpointer,
+                    best_metric,
+                    best_mode,
+                    ema=best_ema,
+                    restore_best_weights=restore_best_weights,
                 )
             )
     found += [

@@ -256,6 +256,9 @@ class BestCheckpointer(HookBase):
         mode: ``"max"`` if more is better, ``"min"`` if less is.
         file_prefix: the name of the file, without ``.pth``.
         ema: a hook whose averaged weights are saved as the model, where the metric is theirs.
+        restore_best_weights: whether the model has the best weights after a run that has come to
+            its end, early or not. Its last checkpoint has the last ones, from which a run goes on:
+            load it before ``train`` is called again.
 
     Attributes:
         best_metric: the best value so far, or None.
@@ -278,6 +281,7 @@ class BestCheckpointer(HookBase):
         file_prefix: str = "model_best",
         *,
         ema: EMA | None = None,
+        restore_best_weights: bool = False,
     ) -> None:
         check_saver(checkpointer, file_prefix)
         self._checkpointer = checkpointer
@@ -287,7 +291,11 @@ class BestCheckpointer(HookBase):
         names = [file_prefix, f"{file_prefix}.pth"]
         # The run may have changed from a file to a folder, or back.
         self._name, self._other = names if checkpointer.sharded else reversed(names)
-        self.needs_every_rank = checkpointer.sharded  # each writes its shards
+        # Each writes its shards, or reads the file at the end.
+        self.needs_every_rank = checkpointer.sharded or restore_best_weights
+        if restore_best_weights:
+            self.phase = "end"  # after the last checkpoint
+        self._restores = restore_best_weights
         self._ema = ema
         self.best_metric: float | None = None
         self.best_iter: int | None = None
@@ -395,6 +403,9 @@ class BestCheckpointer(HookBase):
                 self.best_iter,
                 self._name,
             )
+        if self._restores and comm.broadcast(self.best_metric) is not None:
+            folder = self._checkpointer.save_dir
+            self._checkpointer.load(os.path.join(folder, self._name), [])
 
     def run_files(self) -> list[str]:
         """The best model, a file or a folder."""

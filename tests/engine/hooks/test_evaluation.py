@@ -16,7 +16,7 @@ from hooktrain.checkpoint import Checkpointer, load_checkpoint, save_file
 from hooktrain.checkpoint.files import write_file
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.compat import detectron2
-from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine import HookBase, SimpleTrainer, create_ddp_model, default_hooks
 from hooktrain.engine.hooks import (
     EMA,
     BestCheckpointer,
@@ -30,8 +30,9 @@ from hooktrain.engine.hooks import (
 )
 from hooktrain.evaluation import inference_on_dataset
 from hooktrain.events import JSONWriter, load_json_metrics
+from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
-from toys import Idle, LinearLoss, linear_trainer, net_trainer
+from toys import Idle, LinearLoss, batches, linear_trainer, net_trainer, sgd
 
 
 @pytest.mark.parametrize(
@@ -601,6 +602,63 @@ def test_the_best_of_an_average_holds_the_average_as_the_model(tmp_path: Path) -
     load_checkpoint(model, tmp_path / "model_best.pth")
     assert torch.equal(model.fc.bias, averages[1])
     assert not torch.equal(trainer.model.fc.bias, averages[1])
+
+
+def run_with_the_best_at_its_end(
+    folder: Path, end: int, sharded: bool, patience: int
+) -> SimpleTrainer:
+    """A run on DDP's or one process's model, which is the best one after two iterations."""
+    model = create_ddp_model(LinearLoss())
+    trainer = SimpleTrainer(model, batches(4), sgd(model))
+    saver = Checkpointer(model, folder, trainer=trainer, sharded=sharded)
+    evaluation = EvalHook(1, lambda: {"acc": -abs(trainer.iter - 1)})
+    trainer.register_hooks([EarlyStopping("acc", "max", patience)])
+    trainer.register_hooks(
+        default_hooks(
+            checkpointer=saver,
+            checkpoint_period=100,
+            eval_function=evaluation._func,
+            eval_period=1,
+            best_metric="acc",
+            best_mode="max",
+            restore_best_weights=True,
+        )
+    )
+    saver.resume_or_load()
+    trainer.train(max_iter=end)
+    return trainer
+
+
+def weights_of(*args: Any) -> list[Any]:
+    trainer = run_with_the_best_at_its_end(*args)
+    return unwrap_model(trainer.model).fc.bias.tolist()  # type: ignore[no-any-return, union-attr]
+
+
+@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, False), (2, True)])
+def test_the_best_weights_are_restored_at_the_end_and_a_resume_goes_on_from_the_last(
+    tmp_path: Path, ranks: int, sharded: bool
+) -> None:
+    def weights(folder: str, end: int, patience: int = 9) -> list[float]:
+        options = (tmp_path / folder, end, sharded, patience)
+        of_ranks = run_ranks(weights_of, ranks, *options)
+        assert all(each == of_ranks[0] for each in of_ranks)
+        return of_ranks[0]
+
+    def saved(folder: str, name: str) -> list[float]:
+        path = tmp_path / folder / (name if sharded else f"{name}.pth")
+        return read_checkpoint(str(path))["model"]["fc.bias"].tolist()
+
+    best = weights("best", 2)
+    assert weights("run", 4) == best == saved("run", "model_best")
+    assert saved("run", "model_final") != best
+    assert weights("run", 4) == best  # a complete run that is started again
+    assert weights("run", 8) == best
+    assert weights("whole", 8) == best
+    assert saved("run", "model_final") == saved("whole", "model_final")
+    assert weights("stopped", 8, patience=2) == best
+    last = saved("stopped", "model_final")
+    assert weights("four", 4) == best
+    assert last == saved("four", "model_final")
 
 
 def results_of_main_only(folder: Path) -> Any:
