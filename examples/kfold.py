@@ -5,7 +5,7 @@ from torch.utils.data import Subset
 
 from hooktrain import Checkpointer, MetricEvaluator, SimpleTrainer, build_strategy
 from hooktrain import build_test_loader, build_train_loader, default_hooks, hooks
-from hooktrain import comm, inference_on_dataset, launch, load_checkpoint
+from hooktrain import comm, inference_on_dataset, launch
 from hooktrain.demos import DigitsCNN, DigitsDataset
 
 FOLDS = 5
@@ -35,12 +35,12 @@ def train_fold(fold):
         eval_period="1 epoch",
         best_metric="accuracy",
         best_mode="max",
+        restore_best_weights=True,
     )
     stop = hooks.EarlyStopping("accuracy", "max", patience=2)
     trainer.register_hooks([*usual, stop])
     saver.resume_or_load()  # a fold that has ended only returns its result
     trainer.train(max_epochs=10)
-    load_checkpoint(model, f"{folder}/model_best.pth")
     return inference_on_dataset(model, test_loader, metric)["accuracy"]
 
 
