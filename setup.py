@@ -40,6 +40,7 @@ TOOLS = [
     "train_net.py",
     "plot.py",
     "checkpoint.py",
+    "compare.py",
     "new.py",
     "from_detectron2.sed",
     "from_mmengine.sed",

@@ -15,6 +15,7 @@ _SCRIPTS = {
     "eval": ["train_net.py", "--eval-only"],
     "plot": ["plot.py"],
     "checkpoint": ["checkpoint.py"],
+    "compare": ["compare.py"],
     "new": ["new.py"],
 }
 _USAGE = f"""usage: hooktrain COMMAND ...
@@ -23,6 +24,7 @@ _USAGE = f"""usage: hooktrain COMMAND ...
   eval --config-file FILE --resume | --best  evaluate the newest checkpoint, or the best model
   plot RUN ...                               draw the metrics of runs
   checkpoint inspect|verify|... PATH         inspect, verify and convert checkpoints
+  compare RUN_A RUN_B                        find the first iteration and layer where two runs part
   new FOLDER                                 make a folder with a training script to start from
   --version                                  print the version
 

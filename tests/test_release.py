@@ -21,7 +21,7 @@ SOURCES = (
     *("hooktrain", "configs", "docs", "examples", "tests", "tools"),
 )
 TOOLS = {
-    *("train_net.py", "plot.py", "checkpoint.py", "new.py"),
+    *("train_net.py", "plot.py", "checkpoint.py", "compare.py", "new.py"),
     *("from_detectron2.sed", "from_mmengine.sed"),
 }
 WRITTEN_BY_A_BUILD = "PKG-INFO", "setup.cfg", "hooktrain.egg-info/*"

@@ -25,7 +25,7 @@ Line = tuple[int, bytes, Row]  # where it ends, its text, what it holds
 _encoder = json.JSONEncoder(sort_keys=True)
 
 # A metric with one of these words in its name is a measurement of the machine.
-_OF_THE_MACHINE = re.compile(
+OF_THE_MACHINE = re.compile(
     "(?<![a-z])(times?|seconds?|secs?|s|ms|speed|fps|latency|throughput|mem|memory|mfu|util)"
     "(?![a-z])",
     re.IGNORECASE,
@@ -202,7 +202,7 @@ class JSONWriter(ScalarWriter):
 
 def _is_reproducible(name: str, storage: EventStorage) -> bool:
     history = storage.histories().get(name, HistoryBuffer())
-    return history.reproducible and not _OF_THE_MACHINE.search(name)
+    return history.reproducible and not OF_THE_MACHINE.search(name)
 
 
 def load_json_metrics(path: str | os.PathLike[str]) -> list[Row]:

@@ -1,0 +1,610 @@
+"""Find the first iteration where two runs part, and in it the first layer, gradient or weight.
+
+    python tools/compare.py RUN_A RUN_B                        # two output folders
+    python tools/compare.py RUN --with train.compile=true      # a run and itself, changed
+    python tools/compare.py RUN --python OTHER/bin/python      # itself in another environment
+
+A run is an output folder whose config.json loads. Nothing has to be recorded in advance. Two
+folders are compared by their rows of metrics.json and by the checkpoints that both have. From the
+last equal checkpoint on, or from the beginning, both sides compute the iterations again up to the
+first row that differs, each in processes of its own. A run and itself begin at the run's beginning,
+or after `--from-checkpoint`, and compute `--iterations`.
+
+The hook Trace hashes, in this order, the settings of the optimizer, the batch, the output of each
+module, the losses, each gradient and, after the update, each weight and buffer. The first name with
+another hash is printed, with its values. For them the sides compute the iterations once more, which
+also shows whether a side repeats itself: if it does not, a kernel is not deterministic
+(torch.use_deterministic_algorithms), and that is said.
+
+With `--rtol` a tensor differs if a number of it differs by more than this share of the tensor's
+largest number. Then the values of all iterations, from the first one with another bit on, lie in a
+temporary folder.
+
+Modules inside of a compiled model have no outputs to look at, and only names that both sides have
+are compared. With other numbers of ranks (`--ranks 1 --other-ranks 2`) the batch of a rank is
+another one, so batches, outputs, losses and buffers are left out; shards are gathered. A
+configuration may name any function, see SECURITY.md.
+
+The exit code is 0 if nothing differs, 1 if something does, and 2 if it cannot be told.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.config import LazyConfig
+from hooktrain.engine import HookBase, build_trainer, default_setup, launch
+from hooktrain.events.json_writer import OF_THE_MACHINE, load_json_metrics
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.solver.optim_wrapper_dict import by_name
+from hooktrain.utils import comm
+from hooktrain.utils.names import dotted
+from hooktrain.utils.tensors import full_tensor, map_leaves
+
+COMMAND = os.environ.get("HOOKTRAIN_COMMAND")
+
+OF_A_RANK = "input", "output", "loss", "buffer"  # other ranks have others
+
+# The last iteration to compute, and the checkpoints after which the sides begin.
+Span = tuple[int, str | None, str | None]
+Values = dict[
+    str, Any
+]  # tensors and plain values by name, in the order in which they arise
+
+
+class EndOfTraceError(Exception):
+    """Ends a run after the last iteration to look at."""
+
+
+class Trace(HookBase):
+    """Writes a hash of everything that an iteration computes, and the values of some iterations.
+
+    Into the folder it writes ``hashes-RANK.jsonl``, with a list of names and hashes of each
+    iteration, and ``values-ITERATION-RANK.pt``. Each look at a tensor is a host-device
+    synchronisation.
+
+    Args:
+        folder: an existing folder.
+        end: the iteration after which the run ends, by an error.
+        values_from: the first iteration whose values are written; None writes none.
+    """
+
+    phase = "end"
+
+    def __init__(self, folder: Path, end: int, values_from: int | None) -> None:
+        self.folder = folder
+        self.end = end
+        self.values_from = values_from
+        self.values: Values = {}
+        self.passes: Counter[str] = Counter()
+
+    def before_train(self) -> None:
+        """Look at the weights, and at each module from now on."""
+        self.model = unwrap_model(self.trainer.model)
+        self.handles = [
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        ]
+        for name, module in self.model.named_modules():
+            if is_inside_of_compiled(self.model, name):
+                continue
+            title = f"{name or 'the model'} ({type(module).__name__})"
+            self.handles.append(
+                module.register_forward_hook(self._after_forward(f"output of {title}"))
+            )
+        for name, weight in self.model.state_dict().items():
+            self.look(f"{name} at the start", weight)
+
+    def before_step(self) -> None:
+        """Look at the settings of the optimizers."""
+        self.passes.clear()
+        for key, wrapper in by_name(self.trainer.optim_wrapper).items():
+            for i, group in enumerate(wrapper.param_groups):
+                for name, value in group.items():
+                    if name not in ("params", "param_names"):
+                        where = f"group {i} of the optimizer {key}".rstrip()
+                        self.look(f"setting {name} of {where}", value)
+
+    def _before_forward(self, _: Any, args: Any, kwargs: Any) -> None:
+        self._look_into("input of the model", (args, kwargs))
+
+    def _after_forward(self, title: str) -> Any:
+        def look(_module: Any, _args: Any, output: Any) -> None:
+            self._look_into(title, output)
+
+        return look
+
+    def _look_into(self, title: str, data: Any) -> None:
+        if not self.model.training:  # an evaluation
+            return
+
+        def look(path: tuple[Any, ...], leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                self.look(f"{title}: {dotted(path)}" if path else title, leaf)
+            return leaf
+
+        map_leaves(look, data)
+
+    def look(self, name: str, value: Any) -> None:
+        """Keep a value of this iteration. Of the same name there may be several passes."""
+        self.passes[name] += 1
+        if self.passes[name] > 1:
+            name += f", pass {self.passes[name]}"
+        if isinstance(value, Tensor):
+            value = full_tensor(value.detach()).cpu().clone()
+        self.values[name] = value
+
+    def after_backward(self) -> None:
+        """Look at the losses and the gradients, those of the last layers first."""
+        for name, loss in getattr(self.trainer, "losses", {}).items():
+            self.look(f"loss {name}", loss)
+        for name, weight in reversed([*self.model.named_parameters()]):
+            if weight.grad is not None:
+                self.look(f"gradient of {name}", weight.grad)
+
+    def after_step(self) -> None:
+        """Look at the weights, and write the iteration."""
+        buffers = dict(self.model.named_buffers())
+        for name, weight in self.model.state_dict().items():
+            kind = "buffer" if name in buffers else "weight"
+            self.look(f"{kind} {name} after the update", weight)
+        iteration = self.trainer.iter
+        line = [
+            iteration,
+            [(name, digest(value)) for name, value in self.values.items()],
+        ]
+        with open(self.folder / f"hashes-{comm.get_rank()}.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.values_from is not None and iteration >= self.values_from:
+            path = self.folder / f"values-{iteration}-{comm.get_rank()}.pt"
+            torch.save(self.values, path)
+        self.values = {}
+        if iteration == self.end:
+            raise EndOfTraceError
+
+    def after_train(self) -> None:
+        """Leave the modules as they were."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def is_inside_of_compiled(model: torch.nn.Module, name: str) -> bool:
+    """Whether torch's compiler runs a module as a part of another one, or of itself."""
+    parts = name.split(".") if name else []
+    parents = [".".join(parts[:i]) for i in range(len(parts))]
+    return any(
+        model.get_submodule(parent)._compiled_call_impl is not None
+        for parent in parents
+    )
+
+
+def digest(value: Any) -> str:
+    """A hash of the bits of a tensor with its type and shape, or of another value's text."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    found = hashlib.blake2b(
+        f"{value.dtype} {tuple(value.shape)}".encode(), digest_size=8
+    )
+    if value.is_sparse:
+        value = value.to_dense()
+    found.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def trace_side(side: dict[str, Any]) -> None:
+    """Compute the iterations of one side in this process."""
+    cfg = LazyConfig.load(side["config"])
+    cfg = LazyConfig.apply_overrides(cfg, side["overrides"])
+    folder = Path(side["folder"])
+    cfg.train.output_dir = str(folder / "run")
+    cfg.train.store = ""
+    cfg.train.checkpointer.period = 10**9
+    cfg.writers = []
+    default_setup(cfg, argparse.Namespace())
+    trainer = build_trainer(cfg)
+    trainer.register_hooks([Trace(folder, side["end"], side["values_from"])])
+    if side["checkpoint"]:
+        trainer.checkpointer.load(side["checkpoint"])
+    else:
+        trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=False)
+    with suppress(EndOfTraceError):
+        trainer.train(max_iter=cfg.train.max_iter)
+
+
+def run_side(python: str, side: dict[str, Any]) -> Any:
+    """Run :func:`trace_side` in a process of its own, or in several ranks."""
+    command = [python, __file__, "--side", json.dumps(side)]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+class Side:
+    """One of the two runs: what computes its iterations again.
+
+    Args:
+        folder: the output folder of the run.
+        overrides: changes of its configuration.
+        python: the interpreter.
+        ranks: the number of processes.
+    """
+
+    def __init__(
+        self, folder: Path, overrides: list[str], python: str, ranks: int
+    ) -> None:
+        self.folder = folder
+        self.overrides = overrides
+        self.python = python
+        self.ranks = ranks
+        self.config = folder / "config.json"
+        if not self.config.is_file():
+            raise FileNotFoundError(
+                f"{self.config} is missing: a run is the output folder of hooktrain train, or of "
+                "a script that calls default_setup"
+            )
+
+    def trace(
+        self,
+        into: Path,
+        checkpoint: str | None,
+        end: int,
+        values_from: int | None = None,
+    ) -> None:
+        """Compute iterations again, from a checkpoint of this run, or from the beginning.
+
+        Args:
+            into: the folder to make, for what :class:`Trace` writes.
+            checkpoint: the name of the checkpoint.
+            end: the last iteration.
+            values_from: the first iteration whose values are written; None writes none.
+        """
+        into.mkdir()
+        side = {
+            "config": str(self.config),
+            "overrides": self.overrides,
+            "folder": str(into),
+            "checkpoint": checkpoint and str(self.folder / checkpoint),
+            "end": end,
+            "values_from": values_from,
+            "ranks": self.ranks,
+        }
+        done = run_side(self.python, side)
+        if done.returncode:
+            raise RuntimeError(
+                f"{self.folder} cannot be computed again:\n{done.stdout[-3000:]}"
+            )
+
+
+def hashes(folder: Path, rank: int) -> dict[int, dict[str, str]]:
+    """The hashes by name, by iteration, of one rank."""
+    lines = (folder / f"hashes-{rank}.jsonl").read_text().splitlines()
+    return {iteration: dict(pairs) for iteration, pairs in map(json.loads, lines)}
+
+
+def are_compared(name: str, same_ranks: bool) -> bool:
+    """Whether a name means the same on both sides."""
+    return same_ranks or not name.startswith(OF_A_RANK)
+
+
+def first_other_hash(
+    one: Path, other: Path, ranks: int, same_ranks: bool
+) -> tuple[int, int, str] | None:
+    """The first iteration, the rank and the name whose hashes differ, if there is one."""
+    found = []
+    for rank in range(ranks):
+        mine, theirs = hashes(one, rank), hashes(other, rank)
+        for iteration in sorted(mine.keys() & theirs.keys()):
+            a, b = mine[iteration], theirs[iteration]
+            names = [n for n in a if n in b and are_compared(n, same_ranks)]
+            different = [i for i, n in enumerate(names) if a[n] != b[n]]
+            if different:
+                found.append((iteration, different[0], rank, names[different[0]]))
+                break
+    if not found:
+        return None
+    iteration, _, rank, name = min(found)
+    return iteration, rank, name
+
+
+def first_other_value(
+    one: Path, other: Path, iteration: int, rank: int, same_ranks: bool, rtol: float
+) -> tuple[str, str] | None:
+    """The first name of an iteration whose values differ, with what differs, if there is one."""
+    file = f"values-{iteration}-{rank}.pt"
+    mine, theirs = (torch.load(folder / file) for folder in (one, other))
+    for name, a in mine.items():
+        if name in theirs and are_compared(name, same_ranks):
+            text = difference(a, theirs[name], rtol)
+            if text:
+                return name, text
+    return None
+
+
+def difference(a: Any, b: Any, rtol: float) -> str:
+    """How two values differ; "" if they do not."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return "" if repr(a) == repr(b) else f"{a!r} and {b!r}"
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+    if digest(a) == digest(b):
+        return ""
+    x, y = (each.to_dense().to(torch.float64).flatten() for each in (a, b))
+    distance = (x - y).abs().nan_to_num(nan=torch.inf)
+    distance[x.isnan() & y.isnan()] = 0
+    largest = float(distance.max())
+    if largest <= rtol * float(x.abs().max()):
+        return ""
+    place = int(distance.argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)]
+    count = int((distance > 0).sum())
+    return (
+        f"{count:,} of {a.numel():,} numbers differ, at most by {largest:.3g}, at {index}: "
+        f"{x[place].item()!r} and {y[place].item()!r}"
+    )
+
+
+def first_other_row(one: Path, other: Path) -> tuple[int, str, Any, Any] | None:
+    """The first value of metrics.json that differs and is no measurement of the machine."""
+    mine, theirs = rows_of(one), rows_of(other)
+    for iteration in sorted(mine.keys() & theirs.keys()):
+        a, b = mine[iteration], theirs[iteration]
+        for name in a:
+            if name in b and a[name] != b[name] and not OF_THE_MACHINE.search(name):
+                return iteration, name, a[name], b[name]
+    return None
+
+
+def rows_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of a run by iteration. NaN is a text, to be equal to itself."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in load_json_metrics(folder / "metrics.json"):
+        texts = {n: "nan" if v != v else v for n, v in row.items()}
+        rows.setdefault(int(row["iteration"]), {}).update(texts)
+    return rows
+
+
+def checkpoints_of(folder: Path) -> dict[int, str]:
+    """The names of a run's checkpoints by their iterations."""
+    found = {}
+    for name in checkpoint_names(folder):
+        if not name.startswith("model_best"):
+            found[read_checkpoint(str(folder / name), "meta")["iteration"]] = name
+    return found
+
+
+def common_checkpoints(one: Path, other: Path) -> Iterator[tuple[int, str, str, str]]:
+    """The checkpoints that both have, newest first: iteration, both names, what differs."""
+    mine, theirs = checkpoints_of(one), checkpoints_of(other)
+    for iteration in sorted(mine.keys() & theirs.keys(), reverse=True):
+        states = [
+            tensors_of(read_checkpoint(str(path)))
+            for path in (one / mine[iteration], other / theirs[iteration])
+        ]
+        names = [
+            n for n in states[0] if digest(states[0][n]) != digest(states[1].get(n))
+        ]
+        text = names[0] if names else ""
+        yield iteration, mine[iteration], theirs[iteration], text
+
+
+def tensors_of(content: Any) -> Values:
+    """The tensors of a checkpoint's model and optimizer by name."""
+    found: Values = {}
+
+    def keep(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found[dotted(path)] = leaf
+        return leaf
+
+    trainer = content.get("trainer", {})
+    map_leaves(keep, {"model": content["model"], "optimizer": trainer.get("optimizer")})
+    return found
+
+
+def other_settings(one: Side, other: Side) -> list[str]:
+    """The lines of the configurations that only one of them has."""
+    lines = []
+    for side in (one, other):
+        cfg = LazyConfig.load(side.config)
+        cfg = LazyConfig.apply_overrides(cfg, side.overrides)
+        lines.append(LazyConfig.to_py(cfg, "").splitlines())
+    unlike = "train.output_dir", "train.run_id", "train.store"
+    return [
+        f"  {sign} {line}"
+        for sign, (mine, theirs) in (("A", lines), ("B", lines[::-1]))
+        for line in mine
+        if line not in theirs and not line.startswith(unlike)
+    ]
+
+
+def find_spans(one: Path, other: Path) -> Iterator[Span]:
+    """The iterations to compute: after the last equal checkpoint, and after earlier ones.
+
+    If nothing differs after a checkpoint, something differed before that it does not hold, such
+    as the weights of another rank than the main one.
+    """
+    row = first_other_row(one, other)
+    end = None
+    if row is not None:
+        end, name, a, b = row
+        print(
+            f"The first row that differs is of iteration {end}: {name} is {a!r} and {b!r}"
+        )
+    for iteration, mine, theirs, text in common_checkpoints(one, other):
+        if end is not None and iteration >= end:
+            continue
+        if text:
+            end = iteration
+            print(f"The checkpoints of iteration {iteration} differ, first in {text}")
+        elif end is None:
+            print(f"The runs are equal: all rows, and {mine} of iteration {iteration}")
+            return
+        else:
+            print(f"Both begin after {mine}, whose weights are equal")
+            yield end, mine, theirs
+    if end is None:
+        raise ValueError(
+            f"{one} and {other} have neither a row nor a checkpoint in common"
+        )
+    print("Both begin at the beginning")
+    yield end, None, None
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Compare two runs, or a run and itself; return the exit code."""
+    own = args.b is None
+    one = Side(args.a, [], sys.executable, args.ranks)
+    other = Side(
+        args.a if own else args.b,
+        args.overrides,
+        args.python or sys.executable,
+        args.other_ranks or args.ranks,
+    )
+    settings = other_settings(one, other)
+    if settings:
+        print("Settings that differ:", *settings, sep="\n")
+    if own:
+        return compare_with_itself(one, other, args)
+    code: int | None = 0
+    for span in find_spans(args.a, args.b):
+        code = compare_span(one, other, span, args.rtol)
+        if code is not None:
+            return code
+    if code is None:
+        print(
+            "The runs have differed by what is not computed in a step: an evaluation, the machine, "
+            "or a setting that config.json does not hold"
+        )
+        return 2
+    return 0
+
+
+def compare_with_itself(one: Side, other: Side, args: argparse.Namespace) -> int:
+    """Compare a run and itself, changed, from a checkpoint or the beginning on."""
+    start = args.from_checkpoint
+    first = 0
+    if start:
+        first = read_checkpoint(str(args.a / start), "meta")["iteration"] + 1
+    end = first + args.iterations - 1
+    return compare_span(one, other, (end, start, start), args.rtol) or 0
+
+
+def compare_span(one: Side, other: Side, span: Span, rtol: float) -> int | None:
+    """Compute iterations on both sides, and print what differs first.
+
+    Returns:
+        The exit code, or None if every bit is equal.
+    """
+    end, mine, theirs = span
+    same_ranks = one.ranks == other.ranks
+    ranks = one.ranks if same_ranks else 1
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        one.trace(folder / "a", mine, end)
+        other.trace(folder / "b", theirs, end)
+        found = first_other_hash(folder / "a", folder / "b", ranks, same_ranks)
+        begin, *_ = hashes(folder / "a", 0)
+        computed = f"iterations {begin} to {end}"
+        if found is None:
+            print(f"Computed again, {computed} are equal in every bit")
+            return None
+        first, rank, name = found
+        last = end if rtol else first
+        one.trace(folder / "a again", mine, last, first)
+        again = first_other_hash(folder / "a", folder / "a again", one.ranks, True)
+        if again is not None:
+            print(
+                f"{one.folder} does not repeat itself: computed twice, iteration {again[0]} "
+                f"differs first in {again[2]}. A kernel is not deterministic; see "
+                "torch.use_deterministic_algorithms"
+            )
+            if not rtol:
+                return 2
+        other.trace(folder / "b again", theirs, last, first)
+        pair = folder / "a again", folder / "b again"
+        for iteration, rank in product(range(first, last + 1), range(ranks)):
+            text = first_other_value(*pair, iteration, rank, same_ranks, rtol)
+            if text is not None:
+                where = f", on rank {rank}," if one.ranks > 1 else ""
+                print(f"Iteration {iteration} is the first that differs{where} in")
+                print(f"  {text[0]}: {text[1]}")
+                return 1
+    if not rtol:
+        print(
+            f"{other.folder} does not repeat itself: iteration {first} differed in {name}, and not "
+            "when it was computed again. A kernel is not deterministic"
+        )
+        return 2
+    print(
+        f"Computed again, {computed} are equal within rtol={rtol}. The first other bit is in "
+        f"iteration {first}, in {name}"
+    )
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=COMMAND,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("a", type=Path, metavar="RUN_A", help="an output folder")
+    add(
+        "b",
+        type=Path,
+        nargs="?",
+        metavar="RUN_B",
+        help="another one; without it, RUN_A itself",
+    )
+    add("--with", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE",
+        help="changes of the second side's configuration")  # fmt: skip
+    add("--python", help="the interpreter of the second side")
+    add("--ranks", type=int, default=1, help="processes of the first side (1)")
+    add(
+        "--other-ranks",
+        type=int,
+        help="processes of the second side; as many by default",
+    )
+    add(
+        "--from-checkpoint",
+        metavar="NAME",
+        help="of RUN_A, to begin after, without RUN_B",
+    )
+    add("--iterations", type=int, default=20, help="to compute, without RUN_B (20)")
+    add("--rtol", type=float, default=0.0, help="the difference to tolerate (0)")
+    args = parser.parse_args()
+    if args.b is None and not (args.overrides or args.python or args.other_ranks):
+        parser.error("give RUN_B, or --with, --python or --other-ranks to change RUN_A")
+    if args.b is not None and args.from_checkpoint:
+        parser.error(
+            "--from-checkpoint is for a run and itself; two runs begin where they agree"
+        )
+    return args
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--side"]:
+        spec = json.loads(sys.argv[2])
+        launch(trace_side, spec["ranks"], args=(spec,))
+    else:
+        try:
+            sys.exit(compare(parse()))
+        except (OSError, ValueError, RuntimeError) as error:
+            print(f"{COMMAND or 'compare'}: {error}", file=sys.stderr)
+            sys.exit(2)
