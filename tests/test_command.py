@@ -134,6 +134,7 @@ def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> Non
         "train_net.py",
         "plot.py",
         "checkpoint.py",
+        "compare.py",
         "new.py",
         "from_detectron2.sed",
         "from_mmengine.sed",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase, State
-from hooktrain.utils.names import states_of
+from hooktrain.utils.names import did_you_mean, states_of
 
 # Names a registered hook: the object, its class, or its key.
 HookReference: TypeAlias = HookBase | type[HookBase] | str | None
@@ -35,7 +35,7 @@ def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
     if hook.phase not in PHASES:
         raise ValueError(
             f"{type(hook).__qualname__}.phase must be one of {PHASES}, not "
-            f"{hook.phase!r}"
+            f"{hook.phase!r}{did_you_mean(str(hook.phase), PHASES)}"
         )
     own = _place(hook)
     earlier = (i for i, each in enumerate(hooks) if _place(each) <= own)
