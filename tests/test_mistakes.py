@@ -516,7 +516,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: build_test_loader(SAMPLES, num_worker=1), TypeError, "'num_worker'"),
     (lambda: small("8"), ValueError, "total_batch_size.*'8'"),
     (lambda: train(data=[]), ValueError, "empty"),
-    (lambda: stream(shuffle=True), ValueError, "shuffled"),
     (lambda: stream(batch_size=2), ValueError, "total_batch_size"),
     (lambda: stream(epochs=3), TypeError, "'epochs'"),
     (lambda: stream(num_worker=2), TypeError, "'num_worker'"),

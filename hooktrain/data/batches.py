@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hooktrain.data.loader import TrainLoader
-from hooktrain.data.samplers import is_undivided
+from hooktrain.data.samplers import StreamSampler, is_undivided, with_epochs
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
 from hooktrain.utils.tensors import checksum, map_leaves
@@ -29,7 +29,7 @@ GENERATORS = (
 )
 
 SAME_BATCHES = (
-    "Ranks or workers have read the same first batch. If each reads all of a stream, divide it by "
+    "Ranks or workers have read the same first batch. If each reads all of the data, divide it by "
     "comm.data_parallel_rank() and torch.utils.data.get_worker_info()"
 )
 EQUAL_RANKS = (
@@ -37,7 +37,7 @@ EQUAL_RANKS = (
     "build_train_loader() or a DistributedSampler"
 )
 EQUAL_WORKERS = (
-    "Each worker has a copy of the generator %s.%s and draws the same numbers: draw from "
+    "Each worker has a copy of the generator in %s.%s and draws the same numbers: draw from "
     "np.random, torch or random, which each worker seeds"
 )
 NO_EPOCHS = (
@@ -58,8 +58,8 @@ class Batches(Iterator[Any]):
     """The batches of a loader, which is started again whenever it is exhausted.
 
     Before each new epoch ``set_epoch(epoch)`` is called on its samplers and on its data set, if
-    they have this method. If the data set has it, persistent workers are started anew, since they
-    keep a copy of the data set.
+    they have this method, also those inside of others. If a data set has it, persistent workers are
+    started anew, since they keep a copy.
 
     Args:
         loader: any iterable of batches; None gives None for each batch, without end.
@@ -68,7 +68,8 @@ class Batches(Iterator[Any]):
     Attributes:
         loader: the loader.
         epoch: how many times the loader was exhausted.
-        first: the checksums of the first batches of a ``DataLoader``, of up to two workers.
+        first: the checksums of the first batches, of up to two workers. Of a ``TrainLoader`` only
+            if the sampler has to divide the data.
     """
 
     def __init__(self, loader: Iterable[Any] | None, name: str = "data") -> None:
@@ -84,9 +85,10 @@ class Batches(Iterator[Any]):
         if isinstance(loader, TrainLoader):
             # They are counted here, so that no other iterator moves the position.
             loader.is_counted = False
-            dataset = getattr(loader.dataset, "dataset", loader.dataset)  # the mapper's
-            if hasattr(dataset, "set_epoch"):
-                logger.warning(NO_EPOCHS, type(dataset).__name__)
+            is_stream = isinstance(loader.sampler, StreamSampler)
+            self._compared = not (is_stream or is_undivided(loader.sampler))
+            for each in with_epochs(loader.dataset):
+                logger.warning(NO_EPOCHS, type(each).__name__)
         elif hasattr(loader, "state_dict") and comm.get_world_size() > 1:
             logger.warning(ONE_POSITION, name)
 
@@ -106,14 +108,10 @@ class Batches(Iterator[Any]):
         return self._iterator
 
     def _set_epoch(self) -> None:
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        sampler = getattr(self.loader, "sampler", None)
-        inner = getattr(batch_sampler, "sampler", None)
-        dataset = getattr(self.loader, "dataset", None)
-        for each in (sampler, inner, batch_sampler, dataset):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(self.epoch)  # type: ignore[union-attr]
-        if isinstance(self.loader, DataLoader) and hasattr(dataset, "set_epoch"):
+        for name in ("batch_sampler", "sampler", "dataset"):
+            for each in with_epochs(getattr(self.loader, name, None)):
+                each.set_epoch(self.epoch)
+        if isinstance(self.loader, DataLoader) and with_epochs(self.loader.dataset):
             self.loader._iterator = None  # that of persistent workers
 
     def __next__(self) -> Any:
@@ -174,6 +172,7 @@ def warn_of_equal_samples(loader: Any) -> None:
         loader: the loader of the training, on each rank.
     """
     options = getattr(loader, "options", {})
+    dataset = getattr(loader, "dataset", None)
     if isinstance(loader, DataLoader):
         options = vars(loader)
         owner = loader if loader.batch_sampler is None else loader.batch_sampler
@@ -182,7 +181,6 @@ def warn_of_equal_samples(loader: Any) -> None:
             logger.warning(EQUAL_RANKS, type(sampler).__name__)
     if options.get("num_workers", 0) < 2 or options.get("worker_init_fn"):
         return
-    dataset = getattr(loader, "dataset", None)
     while dataset is not None:
         kind = type(dataset)
         reads = [getattr(kind, name, None) for name in ("__getitem__", "__iter__")]

@@ -28,6 +28,7 @@ from hooktrain.data.samplers import (
     TrainingSampler,
     draw_seed,
     is_undivided,
+    with_epochs,
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _DECIDED = (
     "(mapper is a function of each sample; total_batch_size, seed and sampler decide on the "
-    "batches; without a sampler the data is shuffled)"
+    "batches; shuffle=False keeps the order)"
 )
 
 # Their samples draw no random numbers; those of a subclass may.
@@ -157,8 +158,9 @@ class TrainLoader:
             if saved != value and not is_adopted:
                 raise ValueError(
                     f"the position in the data is one of a stream with {name}={saved!r}, "
-                    f"but now {name}={value!r}; use the saved value, or resume without the data "
-                    "(train.resume_parts, or checkpointables=[...])"
+                    f"but now {name}={value!r}; use the saved value, resume without the data "
+                    "(train.resume_parts, or checkpointables=[...]), or load the weights alone by "
+                    "load_checkpoint()"
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -216,8 +218,8 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     """
     spare = np.random.MT19937()
     for epoch in count():
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        for each in with_epochs(sampler):
+            each.set_epoch(epoch)
         # This calls iter(sampler) only when the first index is taken, and so is seeded too.
         indices = chain.from_iterable([sampler])
         for chunk in count():
@@ -260,6 +262,7 @@ def build_train_loader(
     mapper: Callable[[Any], Any] | None = None,
     sampler: Sampler[int] | None = None,
     seed: int | None = None,
+    shuffle: bool = True,
     **options: Any,
 ) -> TrainLoader | DataLoader[Any]:
     """An endless stream of training batches, all of full size, that continues where a run stopped.
@@ -280,6 +283,7 @@ def build_train_loader(
             itself, as ``DistributedSampler`` does. Indices are taken a thousand at a time.
         seed: any non-negative integer. It determines the order and the random numbers in a sample.
             None draws one from torch's global generator of rank 0 (a collective).
+        shuffle: False keeps the order of the data set, if there is no sampler.
         options: options of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
             ``drop_last`` makes a difference for an ``IterableDataset`` only.
 
@@ -306,7 +310,7 @@ def build_train_loader(
             f"sampler must give indices one by one, not batches: {sampler!r}"
         )
     if sampler is None:
-        sampler = TrainingSampler(size, seed=seed)
+        sampler = TrainingSampler(size, shuffle, seed)
     if size < total_batch_size:
         text = "total_batch_size=%d is more than the %d samples, so a batch has some of them twice"
         logger.warning(text, total_batch_size, size)

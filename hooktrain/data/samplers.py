@@ -32,6 +32,16 @@ def is_undivided(sampler: Any) -> bool:
     return getattr(order, "__module__", "") == RandomSampler.__module__
 
 
+def with_epochs(part: Any) -> list[Any]:
+    """A sampler or data set, and those that it wraps, as far as they have a ``set_epoch``."""
+    found = []
+    while part is not None:
+        if hasattr(part, "set_epoch"):
+            found.append(part)
+        part = getattr(part, "sampler", getattr(part, "dataset", None))
+    return found
+
+
 class StreamSampler(Sampler[int]):
     """The base of training samplers: an endless stream of indices, made of epochs.
 

@@ -398,7 +398,8 @@ class TrainerBase:
         if lost and comm.is_main_process():
             raise ValueError(
                 f"the checkpoint has states of hooks that are not registered: {lost}; "
-                f"there are {list(hooks)}. Register them, or load other parts only"
+                f"there are {list(hooks)}. Register them before you resume, or load other parts "
+                "only"
             )
         for key in states.keys() & hooks.keys():
             hooks[key].check_state_dict(states[key])

@@ -385,11 +385,13 @@ class SimpleTrainer(ModelTrainer):
         """
         try:
             return call_model(self.model, data)
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except (TypeError, AttributeError, RuntimeError, IndexError) as error:
             add_note(
                 error,
-                f"the batch is {types_of(data)!r:.300}; to call the model in another way, override "
-                "compute_loss(data) of the trainer (a model with train_step needs StepTrainer)",
+                f"the batch is {types_of(data)!r:.300}; labels count from 0. To call the model in "
+                "another way, override compute_loss(data) of the trainer (a model with train_step "
+                "needs StepTrainer, one of several ranks with parameters that are not used "
+                "create_ddp_model(model, find_unused_parameters=True))",
             )
             raise
 

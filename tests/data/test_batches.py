@@ -22,6 +22,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -223,6 +224,16 @@ class Words(IterableDataset[Any]):
         yield from [self.word] * 4
 
 
+class Whole(Sampler[int]):
+    """Gives all indices on each rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.size).tolist()
+
+
 def loaders_of_streams() -> list[int]:
     data: Any = range(40)
     rank, size = comm.get_rank(), comm.get_world_size()
@@ -237,6 +248,10 @@ def loaders_of_streams() -> list[int]:
         [torch.zeros(2)] * 4,
         DataLoader(Words("a"), batch_size=None, num_workers=2),
         DataLoader(Words(torch.eye(2).to_sparse()), batch_size=None),
+        build_train_loader(data, total_batch_size=2, sampler=list(data)),  # type: ignore[arg-type]
+        build_train_loader(data, total_batch_size=2, sampler=Whole(40)),
+        build_train_loader(data, total_batch_size=2, sampler=sampler),
+        build_train_loader(data, total_batch_size=2, sampler=RandomSampler(data)),
     )
 
 
@@ -246,9 +261,12 @@ def in_one_part() -> list[int]:
 
 
 def test_ranks_and_workers_that_read_the_same_are_told_how_to_share() -> None:
-    assert loaders_of_streams() == [1] + [0] * 8
+    assert loaders_of_streams() == [1] + [0] * 12
     # Two ranks that each read all of it; the numbers too are the same on both.
-    assert run_ranks(loaders_of_streams, 2) == [[1, 1, 1, 0, 1, 0, 0, 0, 0]] * 2
+    assert (
+        run_ranks(loaders_of_streams, 2)
+        == [[1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0]] * 2
+    )
     assert run_ranks(in_one_part, 2) == [[0], [0]]
 
 
@@ -263,6 +281,43 @@ class Epochs(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return self.epoch
+
+
+class Wrapped(Sampler[int]):
+    """A sampler around another one, as of those that repeat or filter indices."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+
+def test_set_epoch_reaches_what_others_wrap() -> None:
+    sampler = DistributedSampler(range(4), 1, 0, shuffle=True)  # type: ignore[arg-type]
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders += [*sampler]
+    loaders: list[Any] = [
+        DataLoader(range(4), 1, sampler=Wrapped(sampler)),  # type: ignore[arg-type]
+        DataLoader(
+            range(4),  # type: ignore[arg-type]
+            batch_sampler=BatchSampler(Wrapped(Wrapped(sampler)), 1, False),
+        ),
+        build_train_loader(
+            range(4),  # type: ignore[arg-type]
+            total_batch_size=1,
+            sampler=Wrapped(sampler),
+            seed=0,
+        ),
+    ]
+    for loader in loaders:
+        sampler.set_epoch(0)
+        assert [int(batch) for batch in islice(Batches(loader), 12)] == orders
+    inner = Subset(Subset(Epochs(), [0, 1]), [0])
+    loader = DataLoader(inner, 1, num_workers=1, persistent_workers=True)
+    assert [int(batch) for batch in islice(Batches(loader), 3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -376,7 +431,7 @@ def test_workers_with_copies_of_one_generator_are_told() -> None:
     )
     for told in told_of_equal_samples(*loaders, ours):
         assert len(told) == 1
-        assert re.search(r"Noisy(Stream)?\.(generator|rng)", told[0])
+        assert re.search(r"Noisy(Stream)?\.(generator|rng) ", told[0])
     right: list[Any] = [
         DataLoader(noisy[0]),
         DataLoader(noisy[0], num_workers=1),

@@ -464,3 +464,10 @@ def test_options_of_the_workers_reach_them() -> None:
         prefetch_factor=1,
     )
     assert take(told, 3)[:, 0].tolist() == [10, 11, 10]
+
+
+def test_without_shuffling_the_samples_come_in_the_order_of_the_data_set() -> None:
+    data: Any = range(6)
+    loader = build_train_loader(data, total_batch_size=3, seed=0, shuffle=False)
+    first = [batch.tolist() for batch in islice(loader, 3)]
+    assert first == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]

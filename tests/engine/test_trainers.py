@@ -1069,3 +1069,18 @@ def test_in_a_run_the_optimizer_is_not_replaced() -> None:
     with pytest.raises(RuntimeError, match="between two runs"):
         trainer.train(max_iter=1)
     replace(trainer)
+
+
+def test_an_index_out_of_range_says_from_where_labels_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Classifier(LinearLoss):
+        def forward(self, batch: Any) -> Tensor:
+            return nn.functional.cross_entropy(self.fc(batch[0]), batch[1])
+
+    model = Classifier()
+    trainer = SimpleTrainer(model, [(torch.ones(1, 4), torch.tensor([3]))], sgd(model))
+    with pytest.raises(IndexError, match="3") as caught:
+        trainer.train(max_iter=1)
+    notes = getattr(caught.value, "__notes__", caplog.messages)
+    assert "labels count from 0" in "".join(notes)
