@@ -69,7 +69,7 @@ class Batches(Iterator[Any]):
         loader: the loader.
         epoch: how many times the loader was exhausted.
         first: the checksums of the first batches, of up to two workers. Of a ``TrainLoader`` only
-            if the sampler has to divide the data.
+            if the sampler is no ``StreamSampler``, which divides the data itself.
     """
 
     def __init__(self, loader: Iterable[Any] | None, name: str = "data") -> None:
@@ -85,8 +85,7 @@ class Batches(Iterator[Any]):
         if isinstance(loader, TrainLoader):
             # They are counted here, so that no other iterator moves the position.
             loader.is_counted = False
-            is_stream = isinstance(loader.sampler, StreamSampler)
-            self._compared = not (is_stream or is_undivided(loader.sampler))
+            self._compared = not isinstance(loader.sampler, StreamSampler)
             for each in with_epochs(loader.dataset):
                 logger.warning(NO_EPOCHS, type(each).__name__)
         elif hasattr(loader, "state_dict") and comm.get_world_size() > 1:

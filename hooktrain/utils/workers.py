@@ -57,7 +57,14 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 @cache  # once in each process, since children inherit neither
 def _kill_at_exit(process: int) -> None:
     """Kill what is left of the workers, before multiprocessing waits for them without a limit."""
-    Finalize(None, lambda: [worker.kill() for worker in _workers], exitpriority=0)
+    Finalize(None, _kill_workers, exitpriority=0)
+
+
+def _kill_workers() -> None:
+    # torch's handler would raise an error for the workers that are killed.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in _workers:
+        worker.kill()
 
 
 def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:

@@ -172,3 +172,14 @@ def test_a_worker_that_hangs_does_not_outlive_the_process(
     assert process.exitcode == code
     wait_until(lambda: not any(map(alive, workers(tmp_path))))
     end(process)
+
+
+def leave_workers() -> None:
+    """The process ends while its workers wait for work."""
+    batches = start_workers(DataLoader(range(64), num_workers=4))  # type: ignore[arg-type]
+    next(batches)
+    KEPT.append(batches)
+
+
+def test_a_process_whose_workers_wait_for_work_ends_without_an_error() -> None:
+    assert [end(start(leave_workers)) for _ in range(3)] == [0, 0, 0]
