@@ -312,7 +312,8 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_the_number_0_is_an_accelerator_and_not_left_out() -> None:
-    with pytest.raises(RuntimeError, match="accelerator"):
+    # A build of torch for CUDA knows which accelerator would have this number.
+    with pytest.raises((RuntimeError, ValueError), match="accelerator|'0' is not avail"):
         joining.choose_device(0)
 
 
