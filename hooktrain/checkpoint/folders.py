@@ -48,6 +48,7 @@ from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 from hooktrain.utils.names import dotted
 from hooktrain.utils.tensors import (
+    Keys,
     full_tensor,
     is_sharded,
     local_box,
@@ -57,9 +58,6 @@ from hooktrain.utils.tensors import (
     shard_for,
     shards_of,
 )
-
-Keys = tuple[Any, ...]
-"""The keys and indices that lead to a tensor in a nested state."""
 
 Digest = tuple[int, int]
 """The size and the CRC-32 of a file."""

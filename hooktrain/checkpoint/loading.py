@@ -28,7 +28,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.names import dotted
-from hooktrain.utils.tensors import map_leaves, shard_for, shard_like, shards_of
+from hooktrain.utils.tensors import Keys, map_leaves, shard_for, shard_like, shards_of
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 def _copy_kept(state: State, shards: Mapping[str, Tensor]) -> State:
     """Copy the tensors that an object may keep when it loads the state."""
 
-    def copy(keys: tuple[Any, ...], leaf: Any) -> Any:
+    def copy(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         name = dotted(keys)

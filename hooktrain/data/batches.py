@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hooktrain.data.loader import TrainLoader
 from hooktrain.data.samplers import StreamSampler, is_undivided, with_epochs
 from hooktrain.utils import comm
-from hooktrain.utils.names import names_used
+from hooktrain.utils.names import State, names_used
 from hooktrain.utils.tensors import checksum, map_leaves
 from hooktrain.utils.workers import start_workers
 
@@ -148,12 +148,12 @@ class Batches(Iterator[Any]):
         is_over = self._taken == length_hint(self.loader, -1)
         return {"epoch": self.epoch + is_over}
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Let the loader raise its error for the state of other data."""
         if "loader" in state_dict and hasattr(self.loader, "check_state_dict"):
             self.loader.check_state_dict(state_dict["loader"])
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what :meth:`state_dict` returned. Warn if the position cannot be restored."""
         self.epoch = int(state_dict.get("epoch", 0))
         self._taken = 0

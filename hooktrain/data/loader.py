@@ -32,7 +32,7 @@ from hooktrain.data.samplers import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
-from hooktrain.utils.names import call, check_count
+from hooktrain.utils.names import State, call, check_count
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class TrainLoader:
         """The position, and the values that identify the stream."""
         return {"batches": self.batches, **self._identity()}
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Raise the errors that :meth:`load_state_dict` would raise, and change nothing.
 
         Raises:
@@ -163,7 +163,7 @@ class TrainLoader:
                     "load_checkpoint()"
                 )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Continue at a saved position, with any number of ranks and workers.
 
         Seeds that were drawn, not given, are replaced by the saved ones.

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from hooktrain.engine.clock import Clock
-from hooktrain.engine.hook_base import HookBase, State
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hook_list import named_hooks
 from hooktrain.utils import comm
+from hooktrain.utils.names import State
 
 logger = logging.getLogger(__name__)
 

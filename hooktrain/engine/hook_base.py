@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hooktrain.utils.file_io import AnyPath
+from hooktrain.utils.names import State
 
 if TYPE_CHECKING:  # a trainer has hooks, and a hook knows its trainer
     from hooktrain.engine.trainers import ModelTrainer
@@ -20,8 +21,6 @@ EVENTS = (
 
 # The hooks run in the order of their phases.
 PHASES = ("time", "update", "run", "evaluate", "write", "save", "end")
-
-State: TypeAlias = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase, State
-from hooktrain.utils.names import did_you_mean, states_of
+from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase
+from hooktrain.utils.names import State, did_you_mean, states_of
 
 # Names a registered hook: the object, its class, or its key.
 HookReference: TypeAlias = HookBase | type[HookBase] | str | None

@@ -10,7 +10,7 @@ import torch
 from hooktrain import __version__
 from hooktrain.engine.agreement import Agreement, agree_on_run
 from hooktrain.engine.clock import Clock
-from hooktrain.engine.hook_base import EVENTS, HookBase, State
+from hooktrain.engine.hook_base import EVENTS, HookBase
 from hooktrain.engine.hook_list import (
     HookReference,
     describe,
@@ -26,7 +26,7 @@ from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.env import in_one_thread, seed_step
-from hooktrain.utils.names import as_list
+from hooktrain.utils.names import State, as_list
 from hooktrain.utils.periods import end_of_run
 
 # All ranks take these attributes from the main process when a run begins.

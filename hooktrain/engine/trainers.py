@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.data.batches import Batches, warn_of_equal_batches, warn_of_equal_samples
-from hooktrain.engine.hook_base import State
 from hooktrain.engine.hook_list import hook_states
 from hooktrain.engine.losses import NONFINITE_HINT
 from hooktrain.engine.preflight import (
@@ -35,7 +34,7 @@ from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils.comm import on_all_ranks
-from hooktrain.utils.names import add_note, check_count, refuse_overrides
+from hooktrain.utils.names import State, add_note, check_count, refuse_overrides
 from hooktrain.utils.periods import in_iterations
 from hooktrain.utils.tensors import mover_to, non_finite, types_of
 

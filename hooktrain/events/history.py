@@ -2,12 +2,14 @@
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
+
+from hooktrain.utils.names import State
 
 Entry = tuple[float, int]  # a value and its iteration
 
@@ -154,7 +156,7 @@ class HistoryBuffer:
             **{name: getattr(self, name) for name in _SAVED},
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Replace all values by those that :meth:`state_dict` returned."""
         values = state_dict["values"].tolist()
         iterations = state_dict["iterations"].tolist()

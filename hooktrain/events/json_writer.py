@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from hooktrain.events.history import HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import atomic_write, lock_folder
+from hooktrain.utils.file_io import AnyPath, atomic_write, lock_folder
 from hooktrain.utils.names import is_loss
 
 logger = logging.getLogger(__name__)
@@ -62,9 +61,7 @@ class JSONWriter(ScalarWriter):
         window_size: how many iterations to smooth over, at least 1.
     """
 
-    def __init__(
-        self, json_file: str | os.PathLike[str], window_size: int = 20
-    ) -> None:
+    def __init__(self, json_file: AnyPath, window_size: int = 20) -> None:
         self._path = Path(json_file)
         self._cut: deque[Row] = deque()  # rows that are not computed again so far
         self._equal = 0  # how many were computed again and are equal
@@ -205,7 +202,7 @@ def _is_reproducible(name: str, storage: EventStorage) -> bool:
     return history.reproducible and not OF_THE_MACHINE.search(name)
 
 
-def load_json_metrics(path: str | os.PathLike[str]) -> list[Row]:
+def load_json_metrics(path: AnyPath) -> list[Row]:
     """Read a file of :class:`JSONWriter` into a list with a dict for each line.
 
     NaN and infinities become floats again. Incomplete lines, which a killed run may leave, are left

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hooktrain.events import media
 from hooktrain.events.history import Entry, HistoryBuffer
+from hooktrain.utils.names import State
 
 Scalar = float | np.generic | media.Array  # with one element
 
@@ -323,13 +324,12 @@ class EventStorage:
             "info": dict(self.info),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Replace all metrics by those that :meth:`state_dict` returned."""
-        metrics = state_dict["metrics"]
-        self._histories = {name: _loaded(metrics[name]) for name in metrics}
-        # Earlier checkpoints have the results apart, by the names that the evaluations gave.
-        for name, state in state_dict.get("results", {}).items():
-            self._name_result(_loaded(state, name))
+        self._histories = {}
+        for name, state in state_dict["metrics"].items():
+            self._histories[name] = HistoryBuffer()
+            self._histories[name].load_state_dict(state)
         if "written_counts" in state_dict:
             self._complete(state_dict["written_counts"])
         self.iter = state_dict["iteration"]
@@ -393,9 +393,3 @@ def _tell_late(name: str) -> None:
         "put it earlier, such as in a hook of the phase 'run'",
         name,
     )
-
-
-def _loaded(state: Mapping[str, Any], result: str = "") -> HistoryBuffer:
-    history = HistoryBuffer(result=result)
-    history.load_state_dict(state)
-    return history

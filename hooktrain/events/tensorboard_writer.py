@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
+from hooktrain.utils.file_io import AnyPath
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,9 +33,7 @@ class TensorboardXWriter(ScalarWriter):
 
     may_fail = True
 
-    def __init__(
-        self, log_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any
-    ) -> None:
+    def __init__(self, log_dir: AnyPath, window_size: int = 20, **kwargs: Any) -> None:
         # Only the main process needs torch's part, which takes a second to import.
         importlib.import_module("tensorboard")
         super().__init__("tensorboard", window_size)

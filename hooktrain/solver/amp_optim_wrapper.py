@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hooktrain.solver.optim_state import State
 from hooktrain.solver.optim_wrapper import OptimWrapper, Options
+from hooktrain.utils.names import State
 from hooktrain.utils.tensors import device_of
 
 

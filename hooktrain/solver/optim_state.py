@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from hooktrain.solver.param_groups import ParamGroup, settings_of, walk_parameters
+from hooktrain.utils.names import State
 from hooktrain.utils.tensors import shard_like
 
 logger = logging.getLogger(__name__)
 
-State = Mapping[str, Any]
 Names = Mapping[Tensor, str]
 
 # They choose a kernel, not what it computes: a matter of the device, so they stay.

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from hooktrain.events import get_event_storage, has_event_storage
 from hooktrain.solver.optim_state import (
-    State,
     fit_state,
     load_optimizer_state,
     optimizer_state_dict,
@@ -23,7 +22,7 @@ from hooktrain.solver.optim_state import (
 )
 from hooktrain.solver.param_groups import ParamGroup, settings_of
 from hooktrain.utils import comm
-from hooktrain.utils.names import add_note, call, check_count
+from hooktrain.utils.names import State, add_note, call, check_count
 from hooktrain.utils.tensors import full_tensor
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.solver.optim_state import State
 from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.param_groups import ParamGroup
+from hooktrain.utils.names import State
 
 
 class OptimWrapperDict(dict[str, OptimWrapper]):

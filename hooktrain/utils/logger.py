@@ -9,7 +9,7 @@ from pathlib import Path
 from termcolor import colored
 
 from hooktrain.utils import comm
-from hooktrain.utils.file_io import on_disk
+from hooktrain.utils.file_io import AnyPath, on_disk
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 
@@ -57,7 +57,7 @@ class _TerminalHandler(_Handler):
 
 
 def setup_logger(
-    output: str | os.PathLike[str] | None = None,
+    output: AnyPath | None = None,
     distributed_rank: int | None = None,
     *,
     color: bool = True,
@@ -109,7 +109,7 @@ def setup_logger(
     return logger
 
 
-def _log_file(output: str | os.PathLike[str], rank: int) -> Path:
+def _log_file(output: AnyPath, rank: int) -> Path:
     path = Path(on_disk(output))
     if path.suffix not in (".txt", ".log"):
         path = path / "log.txt"

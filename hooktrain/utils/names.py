@@ -8,11 +8,14 @@ import pydoc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+# What a state_dict() returns, for a load_state_dict(), which does not change it.
+State: TypeAlias = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
 

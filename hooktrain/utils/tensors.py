@@ -19,6 +19,9 @@ from torch.nn.parameter import is_lazy
 from hooktrain.utils import comm
 from hooktrain.utils.names import dotted
 
+Keys = tuple[Any, ...]
+"""The keys, indices and names of fields that lead to a leaf of nested containers."""
+
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor. That class is not imported here, which takes half a second."""
@@ -93,7 +96,7 @@ def full_tensors(state: Any) -> Any:
         memory. Everything else is the same object.
     """
 
-    def gather(_: tuple[Any, ...], leaf: Any) -> Any:
+    def gather(_: Keys, leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf
         full = full_tensor(leaf)
@@ -103,11 +106,7 @@ def full_tensors(state: Any) -> Any:
     return map_leaves(gather, state)
 
 
-def map_leaves(
-    function: Callable[[tuple[Any, ...], Any], Any],
-    data: Any,
-    path: tuple[Any, ...] = (),
-) -> Any:
+def map_leaves(function: Callable[[Keys, Any], Any], data: Any, path: Keys = ()) -> Any:
     """Copy nested containers, with ``function(path, leaf)`` in place of each leaf.
 
     Containers are mappings, lists, deques, tuples, dataclasses and SimpleNamespaces without a
@@ -211,7 +210,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     """
     found: dict[str, Tensor] = {}
 
-    def keep(path: tuple[Any, ...], leaf: Any) -> None:
+    def keep(path: Keys, leaf: Any) -> None:
         numbers = _numbers(leaf)
         if numbers is not None:
             found[dotted(path)] = numbers
@@ -277,7 +276,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     tokenizers. The host does not wait for a copy from pinned memory.
     """
 
-    def move(_: tuple[Any, ...], leaf: Any) -> Any:
+    def move(_: Keys, leaf: Any) -> Any:
         if not callable(getattr(leaf, "to", None)):
             return leaf
         try:

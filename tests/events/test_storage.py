@@ -329,29 +329,6 @@ def test_a_loaded_storage_gives_the_same_answers(
     assert loaded.history("loss").global_avg() == storage.history("loss").global_avg()
 
 
-def test_a_state_of_an_earlier_revision_has_results_apart(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.json"
-    with EventStorage() as storage:
-        storage.put_scalar("acc", 1.0)
-        storage.put_results({"acc": 5.0, "loss": 2.0}, 0)
-        JSONWriter(path).write()
-        state = storage.state_dict()
-    assert list(state["metrics"]) == ["acc", "eval/acc", "loss"]
-    metrics = state["metrics"]
-    state["results"] = {"acc": metrics.pop("eval/acc"), "loss": metrics.pop("loss")}
-    for history in (*metrics.values(), *state["results"].values()):
-        del history["result"]
-        del history["reproducible"]
-    with EventStorage() as loaded:
-        loaded.load_state_dict(state)
-        loaded.iter = 1
-        loaded.put_results({"acc": 6.0}, 1)
-        JSONWriter(path).write()
-    assert loaded.history("eval/acc").values() == [(5.0, 0), (6.0, 1)]
-    assert loaded.results().keys() == {"acc", "loss"}
-    assert load_json_metrics(path)[1:] == [{"iteration": 1, "eval/acc": 6.0}]
-
-
 def test_a_state_of_an_earlier_revision_has_the_counts_of_writers_and_both_kinds_in_one_dict(
     tmp_path: Path,
 ) -> None:

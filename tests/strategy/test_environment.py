@@ -313,7 +313,9 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_the_number_0_is_an_accelerator_and_not_left_out() -> None:
     # A build of torch for CUDA knows which accelerator would have this number.
-    with pytest.raises((RuntimeError, ValueError), match="accelerator|'0' is not avail"):
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"accelerator|'0' is not avail"
+    ):
         joining.choose_device(0)
 
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hooktrain import engine
-from hooktrain.engine.hook_base import State
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.trainers import ModelTrainer
 from hooktrain.events import get_event_storage
 from hooktrain.model.losses import values_by_name
 from hooktrain.utils import comm, names
+from hooktrain.utils.names import State
 
 # What the inner trainer takes from the outer one when a run begins.
 _SHARED = ("storage", "seed", "iter", "start_iter", "max_iter")

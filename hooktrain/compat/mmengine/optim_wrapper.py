@@ -10,9 +10,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hooktrain import solver
-from hooktrain.solver.optim_state import State
 from hooktrain.solver.param_groups import ParamGroup
-from hooktrain.utils.names import refuse_overrides
+from hooktrain.utils.names import State, refuse_overrides
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Averages the weights, and measures exact statistics of batch norm."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import EventStorage
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage, update_bn_stats
 from hooktrain.solver.checks import another_model
+from hooktrain.utils.names import State
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class EMA(HookBase):
         """Return the averaged weights and the number of updates."""
         return self.average.state_dict()
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Refuse the average of a model with other parameters."""
         different = _shapes(state_dict) ^ _shapes(self.state_dict())
         if different:
@@ -97,7 +98,7 @@ class EMA(HookBase):
                 f"the saved average is of another model: {sorted(different)[:6]} differ"
             )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load a state of :meth:`state_dict`; a sharded model takes whole tensors too."""
         load_model_state(self.average, state_dict, strict=True)
 
@@ -165,11 +166,11 @@ class PreciseBN(HookBase):
         """Return the position in the data, if the loader has one."""
         return self._batches.state_dict()
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Let the loader refuse a position in other data."""
         self._batches.check_state_dict(state_dict)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load a state of :meth:`state_dict`."""
         self._batches.load_state_dict(state_dict)
 
@@ -181,7 +182,7 @@ def _refuse_another(hook: HookBase, model: nn.Module) -> None:
         raise ValueError(problem)
 
 
-def _shapes(state: Mapping[str, Any]) -> set[tuple[str, Any]]:
+def _shapes(state: State) -> set[tuple[str, Any]]:
     # What get_extra_state() of a module returns has no shape.
     return {
         (OF_WRAPPERS.sub("", name), tuple(getattr(value, "shape", ())))

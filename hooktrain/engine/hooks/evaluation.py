@@ -23,7 +23,7 @@ from hooktrain.evaluation.evaluator import DatasetEvaluators
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.names import check_count, did_you_mean
+from hooktrain.utils.names import State, check_count, did_you_mean
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
@@ -434,7 +434,7 @@ class BestCheckpointer(HookBase):
             "best_iter": self.best_iter,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned, unless it is of another metric."""
         if state_dict.get("metric") == self._val_metric:
             self.best_metric = state_dict["best_metric"]
@@ -501,7 +501,7 @@ class EarlyStopping(HookBase):
         """The best value and how long ago it was."""
         return {"best": self._best, "waited": self._waited}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned."""
         self._best = state_dict["best"]
         self._waited = state_dict["waited"]

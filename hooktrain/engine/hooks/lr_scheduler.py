@@ -17,6 +17,7 @@ from hooktrain.engine.hooks.evaluation import (
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import scheduled
 from hooktrain.solver.optim_wrapper_dict import by_name
+from hooktrain.utils.names import State
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class LRScheduler(HookBase):
         self._by_epoch = by_epoch
         # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
-        self._loaded: Mapping[str, Any] = {}  # and not given to them yet
+        self._loaded: State = {}  # and not given to them yet
 
     def before_train(self) -> None:
         """Find the optimizers and schedules, and when each schedule steps."""
@@ -283,11 +284,11 @@ class LRScheduler(HookBase):
         }
         return {"schedulers": states}
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: State) -> None:
         """Refuse the state of other schedulers."""
         check_schedulers(self._schedules_by_name(), _saved_schedulers(state_dict))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what ``state_dict`` returned, when training starts."""
         self._loaded = dict(state_dict)
 
@@ -304,7 +305,7 @@ def check_schedulers(
         )
 
 
-def _saved_schedulers(state_dict: Mapping[str, Any]) -> Mapping[str, list[Any]]:
+def _saved_schedulers(state_dict: State) -> Mapping[str, list[Any]]:
     """The states of the schedulers by the names of their optimizers."""
     # detectron2's is the state of the only scheduler.
     only = {"": [state_dict]}
