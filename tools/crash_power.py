@@ -384,10 +384,14 @@ class Disk:
         return ITERATIONS - 1 if iteration is None else iteration
 
 
-def cut_power(disk: Disk, keep: Path, folder: Path, draw: random.Random) -> None:
-    """Build the folder anew, as it may be after a power cut."""
+def cut_power(
+    disk: Disk, keep: Path, folder: Path, draw: random.Random
+) -> Counter[str]:
+    """Build the folder anew, as it may be after a power cut; count what is lost."""
     share = draw.choice((0.0, 0.3, 0.7, 1.0))
-    names = disk.names([each for each in disk.unsafe() if draw.random() < share])
+    lost = [each for each in disk.unsafe() if draw.random() < share]
+    names = disk.names(lost)
+    counts = Counter({"changes of names that are lost": len(lost)})
     shutil.rmtree(folder)
 
     def build(number: int, path: Path) -> None:
@@ -401,8 +405,11 @@ def cut_power(disk: Disk, keep: Path, folder: Path, draw: random.Random) -> None
             content = source.read_bytes() if source.exists() else b""
             how = draw.choice(LOSSES)
             (path / name).write_bytes(lose(content, node.flushed, how))
+            if len(content) > node.flushed:
+                counts[f"files with data that are {how}"] += 1
 
     build(0, folder)
+    return counts
 
 
 def lose(content: bytes, flushed: int, how: str) -> bytes:
@@ -438,7 +445,7 @@ class Cuts:
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder = seed, folder.resolve()
         self.cuts: Counter[Variant] = Counter()
-        self.unsafe_changes = 0  # at the cuts
+        self.lost: Counter[str] = Counter()  # at the cuts
         self.failures: list[str] = []
         self._undisturbed: dict[Variant, tuple[Any, list[int]]] = {}
 
@@ -517,9 +524,9 @@ class Cuts:
         keep = Path(f"{folder}.keep")
         safe = max(safe, disk.safe_iteration(keep))
         if was_cut:
-            cut_power(disk, keep, folder, draw)
+            self.lost += cut_power(disk, keep, folder, draw)
+            self.lost["changes of names that are not safe"] += len(disk.unsafe())
             self.cuts[variant] += 1
-            self.unsafe_changes += len(disk.unsafe())
         return safe
 
     def check(self, folder: Path, expected: Any, safe: int) -> None:
@@ -590,8 +597,8 @@ if __name__ == "__main__":
     else:
         tool.attempt(options.only)
     print(tabulate([(str(each), tool.cuts[each]) for each in VARIANTS]))
-    print(f"{tool.cuts.total()} cuts, at which {tool.unsafe_changes} changes of names")
-    print("were not safe")
+    print(f"{tool.cuts.total()} cuts, in all with")
+    print(tabulate(sorted(tool.lost.items())))
     for failure in tool.failures:
         print(f"{failure}; see {folder}")
     if not tool.failures:
