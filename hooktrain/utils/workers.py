@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from hooktrain.utils.signals import ENDING
 
 _workers: WeakSet[Any] = WeakSet()  # that this process has started, and still knows
+# A forked child that starts workers must not kill those of its parent at its end.
+os.register_at_fork(after_in_child=_workers.clear)
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:

@@ -1,7 +1,9 @@
 """Effects of signals to all processes of a run on the workers of its loaders."""
 
+import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,3 +185,23 @@ def leave_workers() -> None:
 
 def test_a_process_whose_workers_wait_for_work_ends_without_an_error() -> None:
     assert [end(start(leave_workers)) for _ in range(3)] == [0, 0, 0]
+
+
+def read_one() -> None:
+    next(start_workers(DataLoader(range(8), num_workers=1)))  # type: ignore[arg-type]
+
+
+def fork_a_reader(read: Path) -> None:
+    """The workers are needed after a forked child has read by workers of its own."""
+    batches = start_workers(DataLoader(range(64), num_workers=2))  # type: ignore[arg-type]
+    next(batches)
+    child = multiprocessing.Process(target=read_one)
+    child.start()
+    child.join()
+    read.write_text(str(len(list(batches))))
+    sys.exit(child.exitcode)
+
+
+def test_a_forked_child_with_workers_leaves_those_of_its_parent(tmp_path: Path) -> None:
+    assert end(start(fork_a_reader, tmp_path / "read")) == 0
+    assert (tmp_path / "read").read_text() == "63"
