@@ -397,11 +397,12 @@ class BestCheckpointer(HookBase):
             )
         else:
             logger.info(
-                "The best %s is %.4g, of iteration %d, in %s; the model has the last weights",
+                "The best %s is %.4g, of iteration %d, in %s; the model has the %s weights",
                 self._val_metric,
                 self.best_metric,
                 self.best_iter,
                 self._name,
+                "best" if self._restores else "last",
             )
         if self._restores and comm.broadcast(self.best_metric) is not None:
             folder = self._checkpointer.save_dir

@@ -659,6 +659,8 @@ def test_the_best_weights_are_restored_at_the_end_and_a_resume_goes_on_from_the_
     last = saved("stopped", "model_final")
     assert weights("four", 4) == best
     assert last == saved("four", "model_final")
+    log = (tmp_path / "whole" / "log.txt").read_text()
+    assert "the model has the best weights" in log
 
 
 def results_of_main_only(folder: Path) -> Any:
