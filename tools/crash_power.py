@@ -29,6 +29,7 @@ import stat
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -208,7 +209,7 @@ class Recorder:
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
                 second = os.path.join(self.keep, str(status.st_ino))
-                if not os.path.exists(second):
+                with suppress(FileExistsError):  # perhaps by another thread or rank
                     os.link(path, second)
             return status.st_ino, status.st_size
         except FileNotFoundError:  # perhaps another rank has removed it
