@@ -179,15 +179,15 @@ class Store:
             )
 
     def _fetch(self, saved: Entry, others: list[Entry]) -> None:
-        """Bring a checkpoint into the folder, and what is intact of the files beside it."""
+        """Bring a checkpoint into the folder, and before it what is intact of the files beside."""
         logger.info("Fetching %s from %s", saved["name"], self.address)
-        self._get(saved)
         for each in others:
             try:
                 if each["iteration"] < 0:
                     self._get(each)
             except CorruptCheckpointError as error:
                 logger.error("LEFT OUT, since it is not intact: %s", error)
+        self._get(saved)
 
         def tag() -> None:
             write_iteration(self._folder, saved["iteration"])

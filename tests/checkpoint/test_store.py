@@ -239,6 +239,28 @@ def test_what_is_broken_in_the_store_falls_back_to_the_checkpoint_before(
     assert resumed(tmp_path / "a", store) == 29  # the disk has it
 
 
+def test_a_fetch_that_breaks_off_leaves_no_checkpoint_without_its_metrics(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    wanted = write_beside(first)
+    save(first, 9)
+    get_file = MemoryFileSystem.get_file
+
+    def refuse(self: Any, key: str, *args: Any) -> None:
+        if key.endswith("-metrics.json"):
+            raise OSError("no route to the store")
+        get_file(self, key, *args)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", refuse)
+    with pytest.raises(OSError, match="no route to the store"):
+        resumed(tmp_path / "b", memory)
+    monkeypatch.undo()
+    assert resumed(tmp_path / "b", memory) == 9
+    for name, content in wanted.items():
+        assert (tmp_path / "b" / name).read_bytes() == content
+
+
 @pytest.mark.parametrize("shards", [False, True], ids=["file", "folder"])
 def test_a_file_beside_a_checkpoint_that_is_not_intact_is_left_out(
     shards: bool, memory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -981,7 +1003,8 @@ def get_by_each(folder: Path, address: str) -> tuple[str, list[str], float]:
     with pytest.raises(PermissionError) as problem:
         checkpointer.resume_or_load("")
     if comm.is_main_process():
-        assert list(folder.iterdir()) == []
+        # Nothing of the checkpoint: its metrics come before it.
+        assert [path.name for path in folder.iterdir()] == ["metrics.json"]
     comm.synchronize()
     refuses = False
     names.clear()
