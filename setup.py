@@ -41,6 +41,7 @@ TOOLS = [
     "plot.py",
     "checkpoint.py",
     "compare.py",
+    "follow.py",
     "new.py",
     "from_detectron2.sed",
     "from_mmengine.sed",

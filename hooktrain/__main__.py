@@ -22,6 +22,7 @@ _USAGE = f"""usage: hooktrain COMMAND ...
 
   train --config-file FILE [key=value ...]   train; --help shows all options
   eval --config-file FILE --resume | --best  evaluate the newest checkpoint, or the best model
+  eval --config-file FILE --follow           evaluate each new checkpoint of a run that is training
   plot RUN ...                               draw the metrics of runs
   checkpoint inspect|verify|... PATH         inspect, verify and convert checkpoints
   compare RUN_A RUN_B                        find the first iteration and layer where two runs part

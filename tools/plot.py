@@ -4,9 +4,10 @@
     python tools/plot.py RUN RUN --metrics total_loss lr --smooth 10 --out compared.svg
     python tools/plot.py RUN --watch                           # again every ten seconds
 
-RUN is the folder of a run, or its metrics.json. Of one run there is a panel each for losses,
-results of evaluations, other metrics, rates and times. Of several there is a panel for each metric,
-and a run has the same colour in all of them.
+RUN is the folder of a run, or a file metrics.json. The results of `hooktrain eval --follow`, in
+eval/metrics.json in the folder, are drawn with the run's. Of one run there is a panel each for
+losses, results of evaluations, other metrics, rates and times. Of several there is a panel for each
+metric, and a run has the same colour in all of them.
 """
 
 import argparse
@@ -157,18 +158,22 @@ def read_run(run: Path) -> dict[str, Points]:
     points: dict[str, Points] = defaultdict(list)
     left_out = {}
     file = run / "metrics.json" if run.is_dir() else run
-    refuse_other_file(file)
-    for row in load_json_metrics(file):
-        iteration = int(row.pop("iteration"))
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                points[name].append((iteration, float(value)))
-            elif value is not None:
-                left_out.setdefault(name, (value, iteration))
-    for name, (value, iteration) in left_out.items():
+    beside = run / "eval" / "metrics.json"
+    files = [each for each in (file, beside) if each.exists()] or [file]
+    for file in files:
+        refuse_other_file(file)
+        for row in load_json_metrics(file):
+            iteration = int(row.pop("iteration"))
+            for name, value in row.items():
+                if isinstance(value, int | float):
+                    points[name].append((iteration, float(value)))
+                elif value is not None:
+                    left_out.setdefault(name, (value, iteration, file))
+    for name, (value, iteration, file) in left_out.items():
         what = f"{name!r} is {value!r:.80} in iteration {iteration}"
         print(f"{file}: left out, since it is no number: {what}", file=sys.stderr)
-    return {name: sorted(points[name]) for name in points}
+    # The run and the process beside it may both have evaluated a checkpoint.
+    return {name: sorted({*points[name]}) for name in points}
 
 
 def refuse_other_file(file: Path) -> None:

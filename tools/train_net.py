@@ -4,6 +4,7 @@ One process:        python tools/train_net.py --config-file configs/digits_cnn.p
 Two processes:      torchrun --nproc-per-node=2 tools/train_net.py --config-file ...
 Go on after a stop: add --resume; without a checkpoint it starts from the beginning, so the
                     same command can be submitted again and again.
+Beside a run:       --eval-only --follow evaluates each of its checkpoints.
 Try it out:         --dry-run makes two iterations, and tells what the whole run will take;
                     --print-config prints the configuration.
 """
@@ -46,7 +47,7 @@ from hooktrain.evaluation import print_csv_format, verify_results
 from hooktrain.strategy.environment import restart_count
 from hooktrain.utils import comm
 from hooktrain.utils.logger import pretty_seconds
-from hooktrain.utils.names import did_you_mean, dotted
+from hooktrain.utils.names import check_count, did_you_mean, dotted
 
 logger = logging.getLogger("hooktrain.train_net")
 
@@ -78,7 +79,7 @@ PARTS = {  # of a configuration, and what they are
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """The arguments that scripts share, and three of this script."""
+    """The arguments that scripts share, and those of this script."""
     names = sorted(f"  configs/{path.name}\n" for path in ROOT.glob("configs/*.py"))
     parser = default_argument_parser(EXAMPLES + "".join(names) if COMMAND else None)
     parser.prog = COMMAND or parser.prog
@@ -88,7 +89,23 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help=dry)
     show = "print the configuration, and do nothing else"
     parser.add_argument("--print-config", action="store_true", help=show)
+    add_follow(parser)
     return parser
+
+
+def add_follow(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an evaluation beside the run."""
+    add = parser.add_argument
+    follow = "with --eval-only: evaluate each new checkpoint of a run that is training"
+    add("--follow", action="store_true", help=follow)
+    every = "with --follow: all checkpoints that still exist, not only the newest"
+    add("--all", action="store_true", help=every)
+    folder = "with --follow: where to write, by default to eval in the output folder"
+    add("--eval-dir", metavar="FOLDER", help=folder)
+    patience = "with --follow: end the run after N evaluations without improvement"
+    add("--patience", type=int, metavar="N", help=patience)
+    poll = "with --follow: how often to look for a new checkpoint (10)"
+    add("--poll", type=float, default=10.0, metavar="SECONDS", help=poll)
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -139,6 +156,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         if comm.is_main_process():
             sys.stdout.write(LazyConfig.to_json(cfg))
         return {}
+    check_follow(args)
     if args.best and not args.eval_only:
         raise ValueError("--best needs --eval-only; to go on training, use --resume")
     if args.dry_run and (args.resume or args.eval_only):
@@ -150,6 +168,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         cfg.train.store = ""
         default_setup(cfg, args)
         dry_run(cfg)
+        return {}
+    if args.follow:
+        import follow  # it stands beside this script
+
+        follow.follow(cfg, args)
         return {}
     args.resume |= args.best  # that is of a run which is there
     default_setup(cfg, args)
@@ -169,6 +192,21 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if cfg.train.expected_results and comm.is_main_process():
         verify_results(cfg.train.expected_results, results)
     return results
+
+
+def check_follow(args: argparse.Namespace) -> None:
+    """Raise a ValueError for options that do not go together with ``--follow``."""
+    if args.follow and (args.resume or args.best or not args.eval_only):
+        raise ValueError(
+            "--follow belongs to `hooktrain eval` (--eval-only), without --resume and --best: it "
+            "evaluates the checkpoints of train.output_dir or train.store as they come"
+        )
+    if not args.follow and (args.all or args.eval_dir or args.patience is not None):
+        raise ValueError("--all, --eval-dir and --patience need --follow")
+    if args.patience is not None:
+        check_count("--patience", args.patience)
+    if not 0 < args.poll < float("inf"):
+        raise ValueError(f"--poll must be positive, in seconds, not {args.poll!r}")
 
 
 def refuse_commas(cfg: Any, overrides: list[str]) -> None:

@@ -120,7 +120,7 @@ class Store:
         Raises:
             ValueError: if it is new, and checkpoints are in the store.
         """
-        entries = self._look()
+        entries = self.look()
         if is_new and entries:
             raise ValueError(
                 f"there is a run in the store {self.address!r}: resume it, or give "
@@ -146,7 +146,7 @@ class Store:
                 store was broken.
             OSError: if the store or the disk fails.
         """
-        entries = on_main_process(self._look)
+        entries = on_main_process(self.look)
         tried: list[Entry] = []
         lowest = math.inf
         for name in chain(names, [""]):
@@ -170,7 +170,7 @@ class Store:
                         error,
                     )
                     # A machine that still trains may have replaced files.
-                    entries = on_main_process(self._look)
+                    entries = on_main_process(self.look)
             if name:
                 yield name
         if tried:
@@ -184,10 +184,10 @@ class Store:
         for each in others:
             try:
                 if each["iteration"] < 0:
-                    self._get(each)
+                    self.fetch(each)
             except CorruptCheckpointError as error:
                 logger.error("LEFT OUT, since it is not intact: %s", error)
-        self._get(saved)
+        self.fetch(saved)
 
         def tag() -> None:
             write_iteration(self._folder, saved["iteration"])
@@ -196,7 +196,7 @@ class Store:
 
         on_main_process(tag)
 
-    def _get(self, entry: Entry) -> None:
+    def fetch(self, entry: Entry) -> None:
         """Bring a file, or a folder of shards, and verify it. Collective."""
         from hooktrain.checkpoint.folders import verify_folder
 
@@ -367,7 +367,7 @@ class Store:
             self._system.put_file(str(self._folder / path), key)
             self._there[key] = math.inf
 
-    def _look(self) -> list[Entry]:
+    def look(self) -> list[Entry]:
         """Look what is there, and what the newest intact pointer names."""
         self._list()
         try:

@@ -83,7 +83,7 @@ class JSONWriter(ScalarWriter):
                     break
             rows.append(row)
         if rows:
-            text = "".join(map(_encode, rows))
+            text = "".join(map(encode_row, rows))
             storage.file_sizes[self.name] = self._append(text.encode())
         for row in rows:
             self._compare(row, storage)
@@ -221,7 +221,8 @@ def load_json_metrics(path: AnyPath) -> list[Row]:
     return lines
 
 
-def _encode(line: Row) -> str:
+def encode_row(line: Row) -> str:
+    """The text of a row. Numbers in it that are not finite are replaced by their names."""
     for name, value in line.items():
         if isinstance(value, float) and not math.isfinite(value):
             line[name] = str(value)

@@ -73,6 +73,19 @@ def test_what_comes_from_evaluations_is_a_result(
     assert counts == [9, 9, 9, 1, 1, 1]
 
 
+def test_results_of_a_process_beside_the_run_are_drawn_with_it(run: Path) -> None:
+    rows = [
+        {"iteration": i, "classification/accuracy": 40.0 + 10 * (i == 3)}
+        for i in (1, 3)
+    ]
+    (run / "eval").mkdir()
+    (run / "eval" / "metrics.json").write_text("\n".join(map(json.dumps, rows)))
+    accuracy = plot.read([run], [], count=1)["results"]["classification/accuracy"]
+    assert accuracy.points == [(1, 40.0), (3, 50.0)]  # the last one is also the run's
+    (run / "metrics.json").unlink()
+    assert [*plot.read([run], [], count=1)] == ["results"]
+
+
 def test_a_mean_is_of_finite_values_and_the_others_are_counted(run: Path) -> None:
     losses = [6.0, "inf", "-inf", 2.0, "nan", "nan", "nan", "nan"]
     rows = [{"iteration": i, "total_loss": x} for i, x in enumerate(losses)]

@@ -1,4 +1,4 @@
-"""Saves a checkpoint and ends the process at a signal."""
+"""Ends a run when it is asked to: at once by a signal, or in order by a file."""
 
 import logging
 import os
@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,9 @@ from hooktrain.utils.signals import (
 
 logger = logging.getLogger(__name__)
 
+# In the folder of the checkpoints; `hooktrain eval --follow` makes it when its patience is over.
+STOP_FILE = "stop"
+
 _ONE_SIGNAL_SECONDS = 1.0  # in which a repeated signal counts as the same one
 _ASK_SECONDS = 10.0  # torchrun waits 30 between its signal and the kill
 # Who hears nothing in a long iteration would send a second one.
@@ -31,6 +35,11 @@ _HEARD = b"\nThe run will save after the iteration, and end. A second signal end
 
 class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM, SIGINT or SIGHUP asks for it.
+
+    A file ``stop`` in the folder of the checkpointer asks for an early stop instead: the main
+    process looks for it when a run begins and when the ranks exchange metrics. The run then comes
+    to its end, with the final evaluation and checkpoint, and its log has the text of the file.
+    ``hooktrain eval --follow --patience`` writes it. The file stays: remove it to go on.
 
     A signal only sets a flag. A single process looks at it at the end of the iteration. Several
     ranks stop after the same iteration, also if not all of them got the signal: they exchange their
@@ -85,6 +94,9 @@ class Preemption(HookBase):
         self.checkpointer.saved_iteration = None  # one of an earlier run does not count
         self._next_exchange = self.trainer.start_iter + 1
         self._process = os.getpid()
+        folder = self.checkpointer.save_dir if comm.is_main_process() else ""
+        self._stop_file = folder and os.path.join(folder, STOP_FILE)
+        self._look_for_stop_file()
         of_scheduler = [n for n in ENDING if is_of_scheduler(signal.getsignal(n))]
         numbers = {*self._signals, *of_scheduler}
         handlers = {n: getattr(signal.getsignal(n), "__self__", None) for n in numbers}
@@ -105,8 +117,9 @@ class Preemption(HookBase):
         number = trainer.agreement.signal
         if not number or not trainer.can_save:
             return
-        name = signal.Signals(number).name
-        logger.warning("%s: saving after iteration %d", name, trainer.iter)
+        logger.warning(
+            "%s: saving after iteration %d", signal.Signals(number).name, trainer.iter
+        )
         # What is being saved in the background may be this iteration, and it may fail.
         comm.on_all_ranks(self.checkpointer.wait)
         if comm.broadcast(self.checkpointer.saved_iteration) != trainer.iter:
@@ -145,7 +158,9 @@ class Preemption(HookBase):
 
     def _exchange(self) -> None:
         """Let the ranks know of signals. Where periods are long, they exchange metrics earlier."""
-        trainer, clock = self.trainer, self.trainer.clock
+        trainer = self.trainer
+        if trainer.ends_period:
+            self._look_for_stop_file()
         if comm.get_world_size() == 1:
             trainer.agreement.signal = trainer.agreement.own_signal
             return
@@ -153,8 +168,13 @@ class Preemption(HookBase):
             if trainer.done < self._next_exchange:
                 return
             trainer.synchronize()  # host-device synchronisation
-        mean = max(clock.agreed / trainer.done, 1e-6)  # seconds of an iteration
+        mean = max(trainer.clock.agreed / trainer.done, 1e-6)  # seconds of an iteration
         self._next_exchange = trainer.done + max(int(_ASK_SECONDS / mean), 1)
+
+    def _look_for_stop_file(self) -> None:
+        path = self._stop_file
+        if os.path.exists(path):
+            self.trainer.request_stop(f"{path} is there. {Path(path).read_text()}")
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # This runs between any two instructions of the main thread: no logging, no locks.

@@ -559,3 +559,66 @@ def test_all_ranks_end_when_the_main_process_has_requeued_the_job(
     saved = ["model_0000007.pth", "model_0000011.pth"]  # at SIGTERM, at SIGUSR2
     ranks = run_ranks(requeue_one_of_three, 3, tmp_path)
     assert ranks == [(99, 11, saved)] * 3
+
+
+def stop_file_at(folder: Path, iteration: int) -> HookBase:
+    def write(trainer: Any) -> None:
+        if trainer.iter == iteration and comm.is_main_process():
+            (folder / "stop").write_text("it is good enough")
+
+    return CallbackHook(before_step=write)
+
+
+def test_a_file_stops_the_run_in_order_at_the_end_of_a_period(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated = []
+    trainer = preemptible(
+        tmp_path,
+        EvalHook(0, lambda: evaluated.append(1)),
+        stop_file_at(tmp_path, 3),
+        gather_metric_period=5,
+        period=100,
+    )
+    with caplog.at_level("INFO"):
+        trainer.train(max_iter=50)
+    assert trainer.succeeded
+    assert trainer.done == 5
+    assert evaluated == [1]
+    assert pointer(tmp_path) == "model_final.pth"
+    assert f"{tmp_path / 'stop'} is there. it is good enough" in caplog.text
+
+
+def test_a_stopped_run_goes_on_when_the_file_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    trainer = preemptible(tmp_path)
+    trainer.train(max_iter=6)
+    assert trainer.done == 0
+    (tmp_path / "stop").unlink()
+    trainer.train(max_iter=6)
+    assert trainer.done == 6
+
+
+def stop_two_ranks(folder: Path) -> None:
+    trainer = preemptible(
+        folder, stop_file_at(folder, 3), gather_metric_period=2, period=100
+    )
+    trainer.train(max_iter=50)
+    assert trainer.succeeded
+    # One exchange sees the file, and the next one tells the other rank.
+    assert trainer.done == 6
+
+
+def test_all_ranks_stop_by_the_file_after_the_same_iteration(tmp_path: Path) -> None:
+    run_ranks(stop_two_ranks, 2, tmp_path)
+
+
+def test_without_a_folder_no_file_stops_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stop").touch()
+    trainer = linear_trainer()
+    trainer.register_hooks([Preemption(Checkpointer(trainer.model))])
+    trainer.train(max_iter=3)
+    assert trainer.done == 3

@@ -1,0 +1,380 @@
+"""Evaluate each new checkpoint of a run, in a process of its own: ``hooktrain eval --follow``.
+
+``train_net.py`` calls :func:`follow`. The checkpoints are those of the run's output folder and of
+its store. The file ``metrics.json`` in the folder of the evaluations is the only memory: a
+checkpoint is evaluated if no row has its iteration, and the file is replaced as a whole, so a kill
+at any time leaves all rows or all but the newest one.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_model_state
+from hooktrain.checkpoint.loading import read_checkpoint
+from hooktrain.checkpoint.resume import (
+    POINTER,
+    checkpoint_names,
+    iteration_in_name,
+    pointed_iteration,
+)
+from hooktrain.checkpoint.store import Entry, Store
+from hooktrain.engine import default_setup, hooks
+from hooktrain.engine.build import build_evaluation, prepare_model
+from hooktrain.engine.hooks.evaluation import check_mode, is_better
+from hooktrain.engine.hooks.preemption import STOP_FILE
+from hooktrain.evaluation.testing import as_numbers
+from hooktrain.events import EventStorage, load_json_metrics
+from hooktrain.events.json_writer import encode_row
+from hooktrain.utils import comm
+from hooktrain.utils.comm import on_main_process
+from hooktrain.utils.env import seed_step
+from hooktrain.utils.file_io import atomic_write, lock_folder, on_disk
+from hooktrain.utils.names import did_you_mean
+
+logger = logging.getLogger("hooktrain.follow")
+
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of the run.
+
+    Attributes:
+        iteration: the last finished one.
+        name: of the file or folder of shards.
+        entry: of the store; None if the checkpoint is in the output folder.
+    """
+
+    iteration: int
+    name: str
+    entry: Entry | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it is the last one of the run."""
+        return self.name.removesuffix(".pth").endswith("_final")
+
+
+def in_folder(folder: Path) -> list[Found]:
+    """The checkpoints of a run in its output folder, up to the one that the pointer names.
+
+    Those behind it are of another run, or not yet complete in all parts.
+    """
+    pointed = ""
+    with suppress(FileNotFoundError):
+        pointed = os.path.basename((folder / POINTER).read_text().strip())
+    if not pointed:
+        return []
+    last = pointed_iteration(folder, pointed)
+    if last is None:  # another library has written it
+        last = read_checkpoint(str(folder / pointed), "meta")["iteration"]
+    found = [Found(last, pointed)]
+    for name in checkpoint_names(folder):
+        iteration = iteration_in_name(name)
+        if iteration is not None and iteration < last:
+            found.append(Found(iteration, name))
+    return found
+
+
+class Follower:
+    """Evaluates the checkpoints of a run, one after the other.
+
+    Args:
+        cfg: the configuration, whose ``train.output_dir`` is the folder of the evaluations.
+        run: the output folder of the run, which need not exist.
+        store: the address of the run's store; "" for none.
+        args: the options of the command line.
+    """
+
+    def __init__(
+        self, cfg: Any, run: Path, store: str, args: argparse.Namespace
+    ) -> None:
+        train = cfg.train
+        self.run = run
+        self.folder = Path(train.output_dir)
+        self.reading = self.folder / "reading"
+        self.takes_all, self.poll, self.patience = args.all, args.poll, args.patience
+        self.metric: str | None = train.best_metric
+        self.mode = check_mode(train.best_mode, self.metric) if self.metric else ""
+        if self.patience is not None and not self.metric:
+            raise ValueError("--patience needs train.best_metric and train.best_mode")
+        on_main_process(self._claim_folder)
+        self.store = Store(store, self.reading) if store else None
+        strategy, self.model = prepare_model(cfg)
+        self.ema = hooks.EMA(self.model, train.ema.decay) if train.ema.enabled else None
+        self.evaluation = build_evaluation(cfg, self.model, self.ema)
+        sharded = train.checkpointer.sharded or strategy.saves_shards
+        self.checkpointer = Checkpointer(self.model, self.folder, sharded=sharded)
+        self.rows: list[Row] = []
+        self.best: Row = {}  # as in the file of the best model
+        if comm.is_main_process():
+            self._read_records()
+        self.passed_over: set[str] = set()  # the names of broken checkpoints
+        self.has_looked = False
+        self.has_asked = False
+
+    def _claim_folder(self) -> None:
+        """Lock the folder, and remove what a killed process was reading."""
+        lock_folder(self.folder)
+        shutil.rmtree(self.reading, ignore_errors=True)
+
+    def _read_records(self) -> None:
+        """Read which checkpoints are done, and the best value so far."""
+        path = self.folder / "metrics.json"
+        if path.exists():
+            self.rows = load_json_metrics(path)
+        for name in {"model_best", "model_best.pth"}.intersection(
+            checkpoint_names(self.folder)
+        ):
+            with suppress(CorruptCheckpointError):  # the next best replaces it
+                best = read_checkpoint(str(self.folder / name), "meta").get("best", {})
+                if best.get("metric") == self.metric:
+                    self.best = best
+
+    def follow(self) -> None:
+        """Evaluate until the final checkpoint of the run is done. Collective."""
+        while True:
+            found, is_over = on_main_process(self._choose)
+            if is_over:
+                break
+            if found is None:
+                time.sleep(self.poll)
+            else:
+                self._evaluate(found)
+        logger.info("The final checkpoint of the run is evaluated, and all is done")
+        if self.best:
+            text = "The best %s is %.4g, of iteration %d, in %s"
+            logger.info(text, *self.best.values(), self.folder)
+
+    def _choose(self) -> tuple[Found | None, bool]:
+        """The checkpoint to evaluate next, if there is one, and whether all is done."""
+        if not self.folder.is_dir():
+            raise FileNotFoundError(
+                f"{self.folder} is gone: a new run has renamed the output folder of the earlier "
+                "one. Start the evaluation of the new one"
+            )
+        found = self._look()
+        if not found:
+            return None, False
+        self._ask_for_stop(found[-1])
+        done = {row["iteration"] for row in self.rows}
+        wanted = found if self.takes_all else found[-1:]
+        new = [
+            each
+            for each in wanted
+            if each.iteration not in done and each.name not in self.passed_over
+        ]
+        return (new[0] if new else None), found[-1].is_final and not new
+
+    def _look(self) -> list[Found]:
+        """The checkpoints of the run that there are, in order."""
+        found: dict[int, Found] = {}
+        if self.store:
+            with self._reaching_store():
+                for entry in self.store.look():
+                    found[entry["iteration"]] = Found(
+                        entry["iteration"], entry["name"], entry
+                    )
+            found.pop(-1, None)  # a file beside the checkpoints
+            self.has_looked = True
+        for each in in_folder(self.run):
+            found[each.iteration] = each
+        return [found[iteration] for iteration in sorted(found)]
+
+    @contextmanager
+    def _reaching_store(self) -> Iterator[None]:
+        """Wait for the next look if the store fails, unless it is the first one."""
+        try:
+            yield
+        except Exception as error:  # each package raises its own
+            if not self.has_looked:
+                raise
+            logger.warning("The store does not answer, and is asked again: %r", error)
+
+    def _evaluate(self, found: Found) -> None:
+        """Evaluate a checkpoint, keep the best model, and write the row."""
+        content = self._load(found)
+        if content is None:
+            return
+        trainer, iteration = content["trainer"], content["iteration"]
+        on_main_process(partial(self._check_run, trainer["meta"].get("run_id")))
+        logger.info("Evaluating %s of iteration %d", found.name, iteration)
+        # As the run does it, after as many iterations.
+        seed_step(
+            trainer["seed"], iteration + 1, comm.data_parallel_rank(), "evaluation"
+        )
+        with EventStorage(iteration) as storage:
+            results = comm.broadcast(as_numbers(self.evaluation()))
+        storage.load_state_dict(trainer["storage"])
+        storage.put_results(results, iteration)
+        histories = storage.histories().items()
+        row = {name: h.latest() for name, h in histories if h.result in results}
+        if self.metric:
+            self._keep_best(content, results)
+        if comm.is_main_process():
+            self._write({**row, "iteration": iteration})
+
+    def _load(self, found: Found) -> Row | None:
+        """Load a checkpoint; None if it is gone or broken. Collective."""
+        try:
+            content = self.checkpointer.read(self._hold(found))
+            load_model_state(self.model, content.pop("model"), strict=True)
+        except (OSError, CorruptCheckpointError) as error:  # alike on every rank
+            is_gone = on_main_process(partial(self._is_gone, found))
+            if is_gone:
+                logger.info("%s was deleted before it was read", found.name)
+            elif found.is_final or isinstance(error, OSError):
+                raise
+            else:
+                logger.error("NOT EVALUATED, since it is broken: %s", error)
+                self.passed_over.add(found.name)
+            return None
+        finally:
+            on_main_process(partial(shutil.rmtree, self.reading, ignore_errors=True))
+        trainer = content.get("trainer", {})
+        if "seed" not in trainer:
+            raise ValueError(f"{found.name} lacks the state of a trainer of hooktrain")
+        if self.ema:
+            if "EMA" not in trainer["hooks"]:
+                raise ValueError(
+                    f"train.ema is enabled, and {found.name} has no average"
+                )
+            self.ema.load_state_dict(trainer["hooks"]["EMA"])
+        return content
+
+    def _hold(self, found: Found) -> Path:
+        """A path at which the checkpoint stays until it is loaded. Collective."""
+        path = self.reading / found.name
+        if found.entry is None:
+            return on_main_process(partial(self._link, self.run / found.name, path))
+        assert self.store is not None
+        self.store.fetch(found.entry)
+        return path
+
+    def _link(self, source: Path, target: Path) -> Path:
+        """Link the files of a checkpoint, so that the run may delete it; return where to read it.
+
+        Where there are no hard links, or the folder is on another file system, that is the
+        checkpoint itself.
+        """
+        self.reading.mkdir(exist_ok=True)
+        files = [source]
+        if source.is_dir():
+            target.mkdir()
+            files = [*source.iterdir()]
+        for file in files:
+            try:
+                os.link(file, self.reading / file.relative_to(source.parent))
+            except FileNotFoundError:
+                raise
+            except OSError:
+                return source
+        return target
+
+    def _is_gone(self, found: Found) -> bool:
+        if found.entry is None:
+            return not (self.run / found.name).exists()
+        assert self.store is not None
+        return found.entry not in self.store.look()
+
+    def _check_run(self, run_id: str | None) -> None:
+        """Refuse to mix the rows of two runs."""
+        path = self.folder / "run_id"
+        if not path.exists():
+            with atomic_write(path) as file:
+                file.write(str(run_id).encode())
+        elif path.read_text() != str(run_id):
+            raise ValueError(
+                f"{self.folder} has the rows of another run: give another folder by --eval-dir"
+            )
+
+    def _keep_best(self, content: Row, results: dict[str, float]) -> None:
+        """Save the model if the metric has its best value so far. Collective."""
+        metric, iteration = self.metric, content["iteration"]
+        assert metric is not None
+        if metric not in results:
+            raise ValueError(
+                f"the evaluation gives no {metric!r}, which is train.best_metric"
+                f"{did_you_mean(metric, results)}"
+            )
+        value, best = results[metric], self.best.get("best_metric")
+        logger.info("%s is %.4g; the best so far: %s", metric, value, best)
+        if not comm.broadcast(is_better(value, best, self.mode)):
+            return
+        self.best = {"metric": metric, "best_metric": value, "best_iter": iteration}
+        is_of_average = self.ema and metric.startswith("ema/")
+        with self.ema.swap() if is_of_average else nullcontext():
+            self.checkpointer.save("model_best", tag=False, best=self.best, **content)
+
+    def _write(self, row: Row) -> None:
+        self.rows.append(row)
+        with atomic_write(self.folder / "metrics.json") as file:
+            file.write("".join(encode_row({**each}) for each in self.rows).encode())
+
+    def _waited(self) -> int:
+        """How many of the latest evaluations have not improved on the best one."""
+        best, waited = None, 0
+        for row in sorted(self.rows, key=lambda row: row["iteration"]):
+            value = row.get(self.metric, row.get(f"eval/{self.metric}"))
+            if value is None:
+                continue
+            waited += 1
+            if is_better(value, best, self.mode):
+                best, waited = value, 0
+        return waited
+
+    def _ask_for_stop(self, newest: Found) -> None:
+        """Ask the run for an early stop when the patience is over."""
+        if self.patience is None or self.has_asked or newest.is_final:
+            return
+        waited = self._waited()
+        if waited < self.patience:
+            return
+        self.has_asked = True
+        reason = f"{self.metric} has not improved in {waited} evaluations"
+        path = self.run / STOP_FILE
+        if newest.entry is not None:
+            logger.warning("%s. To stop the run, make a file %r in its folder: this process "
+                           "sees the store only", reason, STOP_FILE)  # fmt: skip
+            return
+        logger.info("%s: asking the run to stop, by %s", reason, path)
+        with atomic_write(path) as file:
+            file.write(reason.encode())
+
+
+def follow(cfg: Any, args: argparse.Namespace) -> None:
+    """Evaluate each new checkpoint of a run, until its final one is done. Collective.
+
+    Args:
+        cfg: the configuration of the run.
+        args: the arguments of the command line.
+    """
+    test = cfg.dataloader
+    if test.get("test") is None or test.get("evaluator") is None:
+        raise ValueError("--follow needs dataloader.test and dataloader.evaluator")
+    train = cfg.train
+    run, store = Path(on_disk(train.output_dir)), train.store
+    # The log and what an evaluator writes are beside the rows, not among the files of the run.
+    train.output_dir = args.eval_dir or str(run / "eval")
+    train.store = ""
+    train.seed = 0  # each evaluation has the seed that its checkpoint says
+    default_setup(cfg, args)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    follower = Follower(cfg, run, store, args)
+    where = f"{run} and {store}" if store else run
+    logger.info("Following %s: the rows go to %s", where, follower.folder)
+    follower.follow()
