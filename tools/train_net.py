@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -31,7 +31,7 @@ import torch
 
 import hooktrain
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_model_state
-from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.checkpoint.resume import checkpoint_names, read_pointer
 from hooktrain.config import LazyCall, LazyConfig
 from hooktrain.engine import (
     HookBase,
@@ -305,7 +305,7 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
                 f"there is no checkpoint in {checkpointer.save_dir!r} to evaluate: is "
                 "train.output_dir the folder of the run?"
             )
-        rest = checkpointer.resume_or_load("")
+        rest = load_newest(checkpointer)
         if "EMA" in rest.get("trainer", {}).get("hooks", {}):
             logger.info(
                 "These are the raw weights. To evaluate their average (EMA): `hooktrain checkpoint "
@@ -322,21 +322,39 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
     return results
 
 
-def load_best(checkpointer: Checkpointer) -> None:
-    """Load the best model of the folder, a file or a folder of shards, and say which it is.
+def load_newest(checkpointer: Checkpointer) -> dict[str, Any]:
+    """Load the newest checkpoint of the folder; return what it has beside the model."""
+    return load_beside_a_run(
+        partial(read_pointer, checkpointer.save_dir),
+        lambda _: checkpointer.resume_or_load(""),
+    )
 
-    A run that is still training may replace the model while it is read. Then it is read again.
+
+def load_beside_a_run(
+    find: Callable[[], Any], load: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """Load a checkpoint; if a run that still trains replaces it meanwhile, the next one.
+
+    Args:
+        find: what tells which one it is.
+        load: takes what ``find`` has returned.
     """
-    find = partial(newest_best, checkpointer.save_dir)
-    content = None
-    while content is None:
+    while True:
         found = comm.on_main_process(find)
         try:
-            content = load_whole(checkpointer, found[0])
+            return load(found)
         except (OSError, CorruptCheckpointError):  # alike on every rank
             if comm.on_main_process(find) == found:
                 raise
-            logger.info("A better model has replaced %s: reading that", found[0])
+            logger.info("The run has replaced it meanwhile: reading what is there now")
+
+
+def load_best(checkpointer: Checkpointer) -> None:
+    """Load the best model of the folder, a file or a folder of shards, and say which it is."""
+    content = load_beside_a_run(
+        partial(newest_best, checkpointer.save_dir),
+        lambda found: load_whole(checkpointer, found[0]),
+    )
     best = content["best"]
     text = "The best %s of the run was %.4g, at iteration %d"
     logger.info(text, best["metric"], best["best_metric"], best["best_iter"])

@@ -17,9 +17,15 @@ from loading import load_tool
 from torch import nn
 
 from equality import assert_same_end
-from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint import (
+    Checkpointer,
+    CorruptCheckpointError,
+    checkpointer as checkpointer_module,
+)
+from hooktrain.checkpoint.resume import names_to_resume
 from hooktrain.config import ConfigDict, LazyConfig, instantiate
 from hooktrain.engine import SimpleTrainer, hooks, train_settings
+from hooktrain.utils.file_io import delete
 from hooktrain.utils.logger import close_logger
 from processes import run_program
 from toys import model_of
@@ -182,6 +188,27 @@ def test_a_best_model_that_a_run_replaces_while_it_is_read_is_read_again(
     tool.load_best(Checkpointer(model, tmp_path))
     assert model.bias.item() == 2.5
     assert len(read_paths) == 3
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+def test_a_checkpoint_that_a_run_rotates_away_while_it_is_read_gives_the_next_one(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = load_tool("train_net")
+    saver = Checkpointer(model_of(0.5), tmp_path, sharded=sharded)
+    saver.save("model_0000001", iteration=1)
+
+    def names_before_a_save(folder: Any) -> list[str]:
+        names = names_to_resume(folder)
+        if names[0].startswith("model_0000001"):
+            saver.save("model_0000002", iteration=2)
+            delete(tmp_path / names[0])
+        return names
+
+    monkeypatch.setattr(checkpointer_module, "names_to_resume", names_before_a_save)
+    model = model_of(0.0)
+    found = tool.load_newest(Checkpointer(model, tmp_path))
+    assert (found["iteration"], model.bias.item()) == (2, 0.5)
 
 
 def test_a_best_model_that_is_damaged_is_refused(tmp_path: Path) -> None:
