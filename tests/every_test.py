@@ -32,7 +32,9 @@ def _fixed_seeds() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that stands until `now` is set."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    read = staticmethod(lambda: clock.now)
+    monkeypatch.setattr("time.perf_counter", read)
+    monkeypatch.setattr("hooktrain.engine.clock.Clock.read", read)
     return clock
 
 

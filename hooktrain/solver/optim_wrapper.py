@@ -266,7 +266,10 @@ class OptimWrapper:
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by the names of parameters, and the counters. No gradients."""
         if not self.should_update():
-            logger.warning("Saved without the gradients that are being accumulated")
+            logger.warning(
+                "Saved without the gradients that are being accumulated, so a resumed run differs: "
+                "let the period of saves be a multiple of the accumulation"
+            )
         state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
         state["configured"] = self._configured
         state["inner_count"] = self.inner_count

@@ -172,10 +172,7 @@ def build_strategy(
         strategy = "SingleDeviceStrategy" if single else "DDPStrategy"
     if isinstance(strategy, str):
         name = strategy if "." in strategy else f"hooktrain.strategy.{strategy}"
-        kind = locate(name)
-        if not callable(kind):  # a module of this package, for example
-            raise TypeError(f"strategy names no class like DDPStrategy: {strategy!r}")
-        strategy = {"_target_": kind}
+        strategy = {"_target_": locate(name)}
     if not isinstance(strategy, Mapping) or "_target_" not in strategy:
         raise TypeError(f"strategy must be a name or a LazyCall, but got {strategy!r}")
     return instantiate({**defaults, **strategy})  # type: ignore[no-any-return]

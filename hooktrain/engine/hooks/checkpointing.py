@@ -38,8 +38,8 @@ class PeriodicCheckpointer(HookBase):
     tries again; only the last save of the run raises. When that one returns, it is on the disk,
     also if the checkpointer saves in the background.
 
-    Gradients are not saved: where a model's own step accumulates over several iterations, a
-    save is put off to the end of the accumulation, for a period at most.
+    Gradients are not saved: if a model's own step accumulates over several iterations, let the
+    period be a multiple of their number.
 
     Args:
         checkpointer: the Checkpointer to save with.
@@ -79,7 +79,6 @@ class PeriodicCheckpointer(HookBase):
     def before_train(self) -> None:
         """Learn where the run ends; warn of what would not be saved."""
         self.max_iter = self.trainer.max_iter
-        self._is_put_off = False
         trainer = self.trainer  # a weak proxy
         self.checkpointer.run_files = lambda: [
             path for hook in trainer.hooks for path in hook.run_files()
@@ -124,22 +123,12 @@ class PeriodicCheckpointer(HookBase):
                 "PeriodicCheckpointer is registered with no trainer: a loop of your own calls "
                 "checkpointer.save(name, iteration=iteration)"
             )
-        if self._is_time():
+        if self.period.is_due_or_last(self.trainer):
             with self.trainer.clock.pause("save"):
                 self._save(iteration, **extra)
 
     def _is_last(self, iteration: int) -> bool:
         return self.max_iter is not None and iteration >= self.max_iter - 1
-
-    def _is_time(self) -> bool:
-        """Whether to save after this iteration of the trainer."""
-        trainer = self.trainer
-        is_due = self.period.is_due_or_last(trainer)
-        if not (is_due or self._is_put_off):
-            return False
-        is_late = is_due and self._is_put_off
-        self._is_put_off = not (trainer.can_save or is_late or trainer.is_last)
-        return not self._is_put_off
 
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; wait for the disk."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer
@@ -22,7 +21,7 @@ from hooktrain.engine.hooks import (
     PeriodicCheckpointer,
 )
 from processes import end, start
-from toys import Idle, LinearLoss, batches, linear_trainer
+from toys import LinearLoss, batches, linear_trainer
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "in the background"])
@@ -123,32 +122,6 @@ def test_a_stopped_run_that_was_killed_in_its_final_evaluation_is_completed(
     assert pointer(tmp_path) == "model_final.pth"
     file = torch.load(tmp_path / "model_final.pth", weights_only=True)
     assert file["iteration"] == file["trainer"]["iteration"] == 3
-
-
-class Accumulating(Idle):
-    """A trainer that accumulates over some iterations."""
-
-    open_after: tuple[int, ...] = ()
-
-    @property
-    def can_save(self) -> bool:
-        return self.iter not in self.open_after
-
-
-@pytest.mark.parametrize(
-    ("open_after", "saved"),
-    [((1,), [2, 3]), ((3, 4), [1]), ((1, 2, 3), [3]), ((1, 2), [3])],
-    ids=["put off", "until the end", "for a period at most", "to the next"],
-)
-def test_inside_of_an_accumulation_a_save_is_put_off(
-    open_after: tuple[int, ...], saved: list[int], tmp_path: Path
-) -> None:
-    saver = Checkpointer(nn.Linear(1, 1), tmp_path)
-    trainer = Accumulating(PeriodicCheckpointer(saver, period=2))
-    trainer.open_after = open_after
-    trainer.train(max_iter=6)
-    numbered = [f"model_{i:07d}.pth" for i in saved]
-    assert names(tmp_path) == [*numbered, "model_final.pth"]
 
 
 @pytest.mark.parametrize("max_iter", [6, 4], ids=["a period", "the end"])
