@@ -1,5 +1,6 @@
 """hooktrain eval --follow evaluates each checkpoint beside the run, whichever of both is killed."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,15 +8,20 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from loading import TOOLS, load_tool
 
-from hooktrain.checkpoint import Checkpointer
+from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
+from hooktrain.checkpoint.folders import save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.config import LazyConfig
+from hooktrain.utils.file_io import delete, lock_folder, unlock_folder
+from hooktrain.utils.logger import close_logger
 from processes import end, run_program, start, start_program, wait_until
 
 CONFIG = """
@@ -257,6 +263,154 @@ def test_two_ranks_follow_a_sharded_run_of_two_ranks(
     kept = read_checkpoint(str(folder / "eval" / "model_best"))
     accuracies = [row["classification/accuracy"] for row in found]
     assert kept["best"]["best_metric"] == max(accuracies)
+
+
+def follow_here(follow: ModuleType, config: Path, run: Path, *options: str) -> None:
+    """Follow in this process, by the module of the script."""
+    train_net = load_tool("train_net")
+    command = [str(part) for part in follow_command(config, run, *options)[1:]]
+    args = train_net.argument_parser().parse_intermixed_args(command)
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(str(config)), args.opts)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    try:
+        follow.follow(cfg, args)
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        unlock_folder(run / "eval")
+        close_logger()
+
+
+def shard(run: Path) -> None:
+    """Make folders of shards of the files of a run."""
+    for file in run.glob("model_*.pth"):
+        save_folder(torch.load(file, weights_only=True), file.with_suffix(""))
+        file.unlink()
+    (run / "last_checkpoint").write_text("model_final")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_evaluated(
+    sharded: bool, config: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sharded:
+        shard(run)
+    follow = load_tool("follow")
+    hold = follow.Follower._hold
+
+    def delete_it(self: Any, found: Any) -> Path:
+        path: Path = hold(self, found)
+        delete(run / found.name)
+        return path
+
+    monkeypatch.setattr(follow.Follower, "_hold", delete_it)
+    follow_here(follow, config, run, "--all")
+    assert rows(run / "eval" / "metrics.json") == results(run)
+    assert not {"model_0000003", "model_0000003.pth"} & set(checkpoint_names(run))
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_that_was_deleted_before_is_passed_over(
+    sharded: bool,
+    links: bool,
+    config: Path,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if sharded:
+        shard(run)
+    follow = load_tool("follow")
+    hold = follow.Follower._hold
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    def delete_first(self: Any, found: Any) -> Path:
+        if found.iteration == 7 and links:
+            delete(run / found.name)
+        path: Path = hold(self, found)
+        if found.iteration == 7 and not links:
+            delete(run / found.name)
+        return path
+
+    if not links:
+        monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr(follow.Follower, "_hold", delete_first)
+    follow_here(follow, config, run, "--all")
+    first, _, last = results(run)
+    assert rows(run / "eval" / "metrics.json") == [first, last]
+    suffix = "" if sharded else ".pth"
+    text = f"model_0000007{suffix} was deleted before it was read"
+    assert text in capsys.readouterr().out
+
+
+def test_a_broken_checkpoint_is_named_and_a_final_one_is_an_error(
+    config: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "model_0000003.pth").write_bytes(b"PK")
+    follow_here(load_tool("follow"), config, run, "--all")
+    assert rows(run / "eval" / "metrics.json") == results(run)[1:]
+    printed = capsys.readouterr().out
+    assert printed.count("NOT EVALUATED, since it is broken: ") == 1
+    assert "model_0000003.pth is no intact checkpoint" in printed
+    shutil.rmtree(run / "eval")
+    (run / "model_final.pth").write_bytes(b"PK")
+    with pytest.raises(CorruptCheckpointError, match=r"model_final\.pth"):
+        follow_here(load_tool("follow"), config, run)
+
+
+def test_what_is_behind_the_pointer_is_of_another_run(config: Path, run: Path) -> None:
+    (run / "model_final.pth").rename(run / "model_0000011.pth")
+    shutil.copy(run / "model_0000003.pth", run / "model_final.pth")
+    (run / ".last_iteration").write_text("3")
+    follow_here(load_tool("follow"), config, run, "--all")
+    assert rows(run / "eval" / "metrics.json") == results(run)[:1]
+
+
+def test_rows_of_two_runs_are_not_mixed(config: Path, run: Path) -> None:
+    own = ["--all", "--eval-dir", str(run.parent / "rows")]
+    follow_here(load_tool("follow"), config, run, *own)
+    shutil.rmtree(run)
+    succeed(train_command(config, run))
+    (run.parent / "rows" / "metrics.json").unlink()
+    with pytest.raises(ValueError, match="rows has the rows of another run"):
+        follow_here(load_tool("follow"), config, run, *own)
+
+
+def test_mistakes_are_told(config: Path, run: Path) -> None:
+    def fail(*options: str) -> str:
+        done = run_program(*follow_command(config, run, *options))
+        assert done.returncode == 1
+        return done.stdout
+
+    assert "without --resume and --best" in fail("--resume")
+    assert "--patience must be a whole number, at least 1" in fail("--patience", "0")
+    assert "--poll must be positive, in seconds, not -1.0" in fail("--poll", "-1")
+    assert "needs train.best_metric" in fail(
+        "--patience", "3", "train.best_metric=null"
+    )
+    assert "needs dataloader.test and" in fail("dataloader.evaluator=null")
+    of_best = fail("train.best_metric=classification/acuracy")
+    assert "no 'classification/acuracy', which is train.best_metric" in of_best
+    assert "classification/accuracy" in of_best
+    assert rows_or_none(run) is None
+    lock_folder(run / "eval")
+    assert "in use by another run" in fail()
+    unlock_folder(run / "eval")
+    alone = [
+        each for each in follow_command(config, run, "--all") if each != "--follow"
+    ]
+    assert (
+        "--all, --eval-dir and --patience need --follow" in run_program(*alone).stdout
+    )
+
+
+def rows_or_none(run: Path) -> list[Row] | None:
+    file = run / "eval" / "metrics.json"
+    return rows(file) if file.exists() else None
 
 
 def kill_in(point: str, config: Path, run: Path) -> None:
