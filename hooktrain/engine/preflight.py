@@ -107,6 +107,19 @@ def warn_of_lost_calls(trainer: Any) -> None:
         )
 
 
+def warn_of_different_weights(model: nn.Module) -> None:
+    """Warn if the ranks train different weights. A collective."""
+    if comm.get_world_size() == 1:
+        return
+    # Host-device synchronisation: one number, once a run.
+    norms = comm.all_gather(float(nn.utils.get_total_norm(model.parameters())))
+    if max(norms) - min(norms) > 1e-6 * max(norms):
+        logger.warning(
+            "The ranks have different weights: they exchange gradients if self.model is called, "
+            "which create_ddp_model() has wrapped, and not the module in it"
+        )
+
+
 def without_masks(model: nn.Module, broken: set[str]) -> set[str]:
     """The names of :func:`non_finite` without buffers of -inf, such as a mask, and their copies."""
     masks = tuple(

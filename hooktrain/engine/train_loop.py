@@ -390,7 +390,12 @@ class TrainerBase:
         Raises:
             ValueError: for the state of a hook that is not registered, or if a hook refuses its
                 state.
+            RuntimeError: in a run.
         """
+        self._refuse_in_run(
+            "the state of the trainer",
+            "load it before train(), or the weights alone by load_checkpoint()",
+        )
         hooks = named_hooks(self._hooks)
         states = state_dict.get("hooks", {})
         lost = [key for key in states if key not in hooks]

@@ -19,6 +19,7 @@ from hooktrain.engine.preflight import (
     log_modes,
     set_modes,
     trainable,
+    warn_of_different_weights,
     warn_of_lost_calls,
     without_masks,
 )
@@ -33,6 +34,7 @@ from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.strategy import warn_of_own_buffers
+from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.names import State, add_note, check_count, refuse_overrides
 from hooktrain.utils.periods import in_iterations
@@ -157,9 +159,24 @@ class ModelTrainer(TrainerBase):
         # When the run began; empty when that was looked at.
         self._first_versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
+            self._log_units()
             warn_of_equal_samples(self.data_loader)
             # The loader starts last, since it may draw random numbers as it starts.
             self._data_loader_iter.start()
+
+    def _log_units(self) -> None:
+        """Log what an iteration and an epoch are, which other trainers count in other ways."""
+        own = getattr(self.data_loader, "batch_size", None) or 0
+        of_ranks = own * comm.data_parallel_size()
+        size = getattr(self.data_loader, "total_batch_size", of_ranks)
+        if size and self.epoch_length:
+            logger.info(
+                "An iteration is an update by %d x %d samples of all ranks, and an epoch has %d "
+                "iterations",
+                self.batches_per_step,
+                size,
+                self.epoch_length,
+            )
 
     def after_step(self) -> None:
         """Exchange metrics, call the hooks, and look for mistakes after each period."""
@@ -174,6 +191,8 @@ class ModelTrainer(TrainerBase):
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, self._first_versions)
             warn_of_own_buffers(self.model)
+            if not self._is_sharded:
+                warn_of_different_weights(self.model)
             warn_of_equal_batches(self._data_loader_iter)
             self._first_versions = {}
 

@@ -1,5 +1,6 @@
 """Splits what a model returns in training into losses, their sum, and metrics to record."""
 
+import logging
 from collections.abc import Mapping
 from functools import lru_cache, reduce
 from operator import add
@@ -8,6 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from hooktrain.utils.names import is_loss
+from hooktrain.utils.tensors import types_of
+
+logger = logging.getLogger(__name__)
 
 # Names that other trainers give to the sum of all losses.
 _SUMS = {"loss", "total_loss", "loss_total", "loss_sum", "total"}
@@ -53,7 +57,7 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @lru_cache
 def _refuse_two_meanings(names: tuple[str, ...]) -> None:
-    """Refuse the names of several values with a gradient if it is not clear what to add up.
+    """Log the names of several values with a gradient, unless it is not clear what to add up.
 
     All names are looked at in the first step only.
     """
@@ -70,6 +74,7 @@ def _refuse_two_meanings(names: tuple[str, ...]) -> None:
             f"{others} of {list(names)} have a gradient, but no 'loss' in the name. To record "
             "them, detach() them; to add them to the loss, put 'loss' into each name"
         )
+    logger.info("The loss is the sum of %s", list(names))
 
 
 def values_by_name(output: Any) -> dict[str, Tensor]:
@@ -81,11 +86,11 @@ def values_by_name(output: Any) -> dict[str, Tensor]:
     values = _items(output)
     are_scalars = [isinstance(v, Tensor) and v.numel() == 1 for v in values.values()]
     if not values or not all(are_scalars):
-        shapes = {name: getattr(v, "shape", v) for name, v in values.items()}
         raise TypeError(
-            "a model in training must return a loss or a dict of losses, tensors of one "
-            f"element each, not {shapes or output!r:.300}. Hugging Face's models need labels, "
-            "those with train_step need StepTrainer"
+            "a model in training (or compute_loss) must return a loss or a dict of losses, tensors "
+            f"of one element each and nothing else, not {types_of(output)!r:.300}. Hugging Face's "
+            "models need labels, those with train_step need StepTrainer, and what "
+            "is left out is left out of the data"
         )
     return values
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gloo import run_ranks, torchrun
+from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, create_ddp_model, hooks
 from hooktrain.engine.hooks import CallbackHook
 from hooktrain.engine.preflight import check_parts, log_parts, warn_of_events
@@ -291,3 +292,47 @@ def test_a_method_that_is_not_called_or_lacks_its_super_is_told(
     warn_of_events(kind, ("before", "after"))
     (message,) = caplog.messages
     assert name in message
+
+
+def weights_of_ranks(calls_inner: bool) -> tuple[list[str], float]:
+    """The warnings, and the sum of the weights, if the step calls DDP or the module in it."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+    model = create_ddp_model(LinearLoss())
+    own = [batch + comm.get_rank() for batch in batches(4)]
+    trainer = SimpleTrainer(model, own, sgd(model))
+    called = model.module if calls_inner else model
+    trainer.compute_loss = called.__call__  # type: ignore[method-assign]
+    trainer.sync_period = 2
+    trainer.train(max_iter=4)
+    return told, float(model.module.fc.weight.sum())
+
+
+@pytest.mark.parametrize("calls_inner", [False, True])
+def test_ranks_that_train_different_weights_are_told_once(calls_inner: bool) -> None:
+    (told, weights), (told_too, others) = run_ranks(weights_of_ranks, 2, calls_inner)
+    assert (weights != others) is calls_inner
+    assert told == told_too
+    assert len(told) == calls_inner
+    assert all("different weights" in text for text in told)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_log_says_what_an_iteration_and_an_epoch_are(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    data = [torch.ones(4)] * 24
+    loader = build_train_loader(data, total_batch_size=4, seed=0)
+    trainer = SimpleTrainer(model, loader, OptimWrapper(sgd(model), count))
+    trainer.train(max_iter=1)
+    said = (
+        f"by {count} x 4 samples of all ranks, and an epoch has {6 // count} iterations"
+    )
+    assert sum(said in text for text in caplog.messages) == 1
+    caplog.clear()
+    SimpleTrainer(model, batches(2), sgd(model)).train(max_iter=1)
+    assert "epoch has" not in caplog.text

@@ -684,3 +684,19 @@ def test_a_run_resumes_with_a_best_checkpointer_on_the_main_rank_only(
 ) -> None:
     assert run_ranks(train_with_best_on_main, 2, tmp_path, 4) == [(0, 3), (0, None)]
     assert run_ranks(train_with_best_on_main, 2, tmp_path, 6) == [(3, 5), (3, None)]
+
+
+def test_the_state_of_a_trainer_is_not_loaded_in_a_run() -> None:
+    trainer = Trainer()
+    trainer.train(0, 2)
+    state = trainer.state_dict()
+    trainer.register_hooks(
+        [CallbackHook(after_step=lambda t: t.load_state_dict(state))]
+    )
+    with pytest.raises(
+        RuntimeError, match="the state of the trainer cannot be set in a run"
+    ):
+        trainer.train(0, 9)
+    assert (trainer.iter, trainer.done) == (0, 1)
+    trainer.load_state_dict(state)
+    assert trainer.done == 2

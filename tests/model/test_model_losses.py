@@ -1,5 +1,6 @@
 """Tests of `hooktrain.model.losses`."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -76,3 +77,22 @@ def test_names_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         parse_losses({"loss_seen_once": ONE, "loss_seen_too": TWO})
     assert asked == ["loss_seen_once", "loss_seen_too"]
+
+
+def test_the_names_of_what_is_added_up_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        parse_losses({"ce": ONE, "confidence": TWO, "acc": HALF})
+    assert caplog.messages == ["The loss is the sum of ['ce', 'confidence']"]
+
+
+def test_what_is_no_loss_is_told_by_its_types_and_shapes() -> None:
+    logits = torch.zeros(8, 3)
+    with pytest.raises(
+        TypeError, match=r"nothing else, not .*float32.*Size\(\[8, 3\]\)"
+    ):
+        parse_losses((ONE, logits))
+    with pytest.raises(TypeError, match=r"'logits': .*Size\(\[8, 3\]\)"):
+        parse_losses({"loss": ONE, "logits": logits})

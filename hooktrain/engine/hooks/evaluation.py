@@ -60,7 +60,7 @@ class EvalHook(HookBase):
 
     Attributes:
         last_results: what the function returned last on this rank.
-        is_told: whether a warning has said that results are missing.
+        is_told: whether a warning has said that results are missing, or differ.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
@@ -129,10 +129,18 @@ class EvalHook(HookBase):
             if not _wait_for_all_ranks(_PATIENCE_SECONDS if has_failed else None):
                 outcome.result()
         try:
-            results = comm.on_all_ranks(outcome.result)[0]  # the main process's
+            results, *others = comm.on_all_ranks(outcome.result)
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
+        # Times differ on each rank; metrics of one model do not.
+        differ = [o for o in others if o and results.items().isdisjoint(o.items())]
+        if differ and not self.is_told:
+            self.is_told = True
+            logger.warning(
+                "The results of the ranks differ, and those of the main process are taken: an "
+                "evaluator gathers what all ranks have, such as by comm.all_gather()"
+            )
         self._last().update(done=self.trainer.done, results=results)
         self.trainer.after_evaluation(results)
 

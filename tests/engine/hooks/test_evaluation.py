@@ -746,6 +746,33 @@ def test_all_ranks_follow_the_main_one_that_alone_has_results(tmp_path: Path) ->
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 3
 
 
+def warnings_of_different_results(results: list[dict[str, float]]) -> int:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hooktrain")
+    logger.addHandler(handler)
+    Idle(EvalHook(1, lambda: results[comm.get_rank()])).train(max_iter=3)
+    logger.removeHandler(handler)
+    return sum("results of the ranks differ" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("of_first", "of_second", "is_told"),
+    [
+        ({"acc": 0.5}, {"acc": 0.25}, True),
+        ({"acc": 0.5}, {"acc": 0.5}, False),
+        ({"acc": 0.5}, {}, False),
+        ({"acc": 0.5, "seconds": 1.0}, {"acc": 0.5, "seconds": 2.0}, False),
+    ],
+)
+def test_results_that_no_evaluator_has_gathered_are_told_once(
+    of_first: dict[str, float], of_second: dict[str, float], is_told: bool
+) -> None:
+    told = run_ranks(warnings_of_different_results, 2, [of_first, of_second])
+    assert told == [is_told] * 2
+
+
 def looks_before_saves(folder: Path) -> list[int]:
     looks: list[int] = []
     trainer = linear_trainer()
