@@ -4,8 +4,8 @@
     python tools/compare.py RUN --with train.compile=true      # a run and itself, changed
     python tools/compare.py RUN --python OTHER/bin/python      # itself in another environment
 
-A run is an output folder whose config.json loads. Nothing has to be recorded in advance. Two
-folders are compared by their rows of metrics.json and by the checkpoints that both have. From the
+A run is an output folder whose config.json loads, or the address of its store, such as
+s3://bucket/run, which is fetched. Nothing has to be recorded in advance. Two runs are compared by their rows of metrics.json and by the checkpoints that both have. From the
 last equal checkpoint on, or from the beginning, both sides compute the iterations again up to the
 first row that differs, each in processes of its own. A run and itself begin at the run's beginning,
 or after `--from-checkpoint`, and compute `--iterations`.
@@ -47,6 +47,7 @@ from torch import Tensor
 
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.checkpoint.store import Store
 from hooktrain.config import LazyConfig
 from hooktrain.engine import HookBase, build_trainer, default_setup, launch
 from hooktrain.events.json_writer import OF_THE_MACHINE, load_json_metrics
@@ -464,8 +465,27 @@ def find_spans(one: Path, other: Path) -> Iterator[Span]:
     yield end, None, None
 
 
+def fetched(run: str, into: Path) -> Path:
+    """The output folder of a run. If it is the address of a store, what is there is fetched."""
+    if "://" not in run:
+        return Path(run)
+    store = Store(run, into)
+    for entry in store.look():
+        store.fetch(entry)
+    return into
+
+
 def compare(args: argparse.Namespace) -> int:
     """Compare two runs, or a run and itself; return the exit code."""
+    with TemporaryDirectory() as temporary:
+        args.a = fetched(args.a, Path(temporary, "a"))
+        if args.b is not None:
+            args.b = fetched(args.b, Path(temporary, "b"))
+        return compare_folders(args)
+
+
+def compare_folders(args: argparse.Namespace) -> int:
+    """Compare the runs of two folders, or of one, ``args.a`` and ``args.b``."""
     own = args.b is None
     one = Side(args.a, [], sys.executable, args.ranks)
     other = Side(
@@ -564,10 +584,9 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("a", type=Path, metavar="RUN_A", help="an output folder")
+    add("a", metavar="RUN_A", help="an output folder, or the address of a store")
     add(
         "b",
-        type=Path,
         nargs="?",
         metavar="RUN_B",
         help="another one; without it, RUN_A itself",

@@ -105,6 +105,17 @@ def test_an_output_that_is_scaled_is_named_with_its_values(
     assert "numbers differ, at most by" in printed
 
 
+def test_a_run_in_a_store_is_fetched(
+    run: Path, changed: Train, tmp_path: Path, tool: Compare
+) -> None:
+    store = f"file://{tmp_path}/store"
+    folder = changed(hook("Scale", start=6), f"train.store={store}")
+    shutil.rmtree(folder)
+    code, printed = tool(run, store)
+    assert code == 1, printed
+    assert "Iteration 6 is the first that differs in\n  output of head" in printed
+
+
 def test_a_flipped_bit_of_a_gradient_is_named_with_its_rank(
     config: Path, tmp_path: Path, tool: Compare
 ) -> None:
