@@ -5,10 +5,11 @@
     python tools/compare.py RUN --python OTHER/bin/python      # itself in another environment
 
 A run is an output folder whose config.json loads, or the address of its store, such as
-s3://bucket/run, which is fetched. Nothing has to be recorded in advance. Two runs are compared by their rows of metrics.json and by the checkpoints that both have. From the
-last equal checkpoint on, or from the beginning, both sides compute the iterations again up to the
-first row that differs, each in processes of its own. A run and itself begin at the run's beginning,
-or after `--from-checkpoint`, and compute `--iterations`.
+s3://bucket/run, which is fetched. Nothing has to be recorded in advance. Two runs are compared by
+their rows of metrics.json and by the checkpoints that both have. From the last equal checkpoint on,
+or from the beginning, both sides compute the iterations again up to the first row that differs,
+each in processes of its own. A run and itself begin at the run's beginning, or after
+`--from-checkpoint`, and compute `--iterations`.
 
 The hook Trace hashes, in this order, the settings of the optimizer, the batch, the output of each
 module, the losses, each gradient and, after the update, each weight and buffer. The first name with
@@ -585,12 +586,7 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("a", metavar="RUN_A", help="an output folder, or the address of a store")
-    add(
-        "b",
-        nargs="?",
-        metavar="RUN_B",
-        help="another one; without it, RUN_A itself",
-    )
+    add("b", nargs="?", metavar="RUN_B", help="another one; without it, RUN_A itself")
     add("--with", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE",
         help="changes of the second side's configuration")  # fmt: skip
     add("--python", help="the interpreter of the second side")

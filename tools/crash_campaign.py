@@ -30,6 +30,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -143,6 +144,15 @@ def proof_problem(said: str) -> str:
     return ""
 
 
+def where_they_part(undisturbed: Path, folder: Path, ranks: int) -> str:
+    """What tools/compare.py says of two runs of the configuration."""
+    tool = Path(__file__).with_name("compare.py")
+    command = [sys.executable, tool, undisturbed, folder, f"--ranks={ranks}"]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ).stdout
+
+
 class Campaign:
     """The tries and their results.
 
@@ -168,11 +178,11 @@ class Campaign:
         self.rounds, self.ranks = rounds, ranks
         self.struck: Counter[tuple[str, str]] = Counter()  # by script and fault
         self.failures: list[tuple[int, Variant, list[str], str]] = []
-        self._undisturbed: dict[Variant, tuple[Any, float]] = {}
+        self._undisturbed: dict[Variant, tuple[Path, Any, float]] = {}
         self._lock = threading.Lock()
 
-    def undisturbed(self, variant: Variant) -> tuple[Any, float]:
-        """The outcome of a variant that is not disturbed, and the seconds that it takes.
+    def undisturbed(self, variant: Variant) -> tuple[Path, Any, float]:
+        """The folder and outcome of a variant that is not disturbed, and the seconds it takes.
 
         It depends neither on where a checkpoint is written nor, but for a stream, on workers.
         """
@@ -186,7 +196,8 @@ class Campaign:
                 code, _ = run(folder, variant)
                 if code != 0:
                     raise RuntimeError(f"an undisturbed run fails: see {folder}.log")
-                self._undisturbed[variant] = outcome(folder), time.monotonic() - start
+                seconds = time.monotonic() - start
+                self._undisturbed[variant] = folder, outcome(folder), seconds
             return self._undisturbed[variant]
 
     def variant(self, number: int, folder: Path, draw: random.Random) -> Variant:
@@ -230,7 +241,7 @@ class Campaign:
         draw = random.Random(f"{self.seed} {number}")
         folder = self.folder / f"try-{number}"
         variant = self.variant(number, folder, draw)
-        expected, seconds = self.undisturbed(variant)
+        undisturbed, expected, seconds = self.undisturbed(variant)
         log = Path(f"{folder}.log")
         log.touch()
         struck: list[str] = []
@@ -265,7 +276,11 @@ class Campaign:
                 excused += (of_best,)
             different = [path for path in different if not path.startswith(excused)]
             if different:
-                raise LostRunError(f"bent: {different[:3]}")
+                text = f"bent: {different[:3]}"
+                if variant.script == "core" and not variant.ranks_change:
+                    parted = where_they_part(undisturbed, folder, variant.ranks)
+                    text += f"\n{parted}"
+                raise LostRunError(text)
             unproved = proof_problem(said.decode())
             if unproved and not variant.ranks_change:
                 raise LostRunError(unproved)

@@ -130,6 +130,14 @@ def test_a_run_that_is_bent_is_reported(
     assert found == [".rows[2].total_loss"]
 
 
+def test_a_bent_run_of_the_configuration_is_compared_by_the_tool(
+    tool: Any, complete: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(complete / "out", tmp_path / "out")
+    said = tool.where_they_part(complete / "out", copy, ranks=1)
+    assert said.startswith("The runs are equal: all rows, and model_final.pth")
+
+
 def test_a_resume_proves_itself_to_the_campaign_unless_a_weight_was_bent(
     tool: Any, variant: Any, complete: Path, tmp_path: Path
 ) -> None:
