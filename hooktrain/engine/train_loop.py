@@ -57,8 +57,9 @@ class TrainerBase:
         storage: holds the metrics.
         agreement: what the ranks agree on at each exchange, such as an early stop.
         sync_period: the number of iterations from one exchange of the ranks to the next.
+        is_last: whether the current iteration is the last one of the run.
         ends_period: whether the ranks exchange metrics after the current iteration, as they do at
-            the end of each period and of the run. It is known before the step.
+            the end of each period and of the run. Both are known before the step.
         clock: where the time of the run goes; periods such as "10 minutes" end by it.
         meta: plain values that each checkpoint holds, such as the configuration.
         places_by_phase: whether :meth:`register_hooks` sorts hooks by their phases.
@@ -71,6 +72,7 @@ class TrainerBase:
     seed: int | None = None
     places_by_phase: ClassVar[bool] = True
     sync_period: int = 20
+    is_last: bool = False
     ends_period: bool = False
     # The hooks whose before_train was called; None while nothing runs.
     _begun: list[HookBase] | None = None
@@ -112,11 +114,6 @@ class TrainerBase:
             raise RuntimeError(
                 f"{name} cannot be set in a run, which has read it: {instead}"
             )
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the current iteration is the last one of the run."""
-        return self.iter == self._max_iter - 1
 
     @property
     def batches_per_step(self) -> int:
@@ -216,7 +213,7 @@ class TrainerBase:
 
     def before_train(self) -> None:
         """Begin a run, and call the hooks."""
-        self.succeeded = False
+        self.succeeded = self.is_last = False
         self.agreement = Agreement(self.clock)
         self._late_error = None
         self.done = self.start_iter
@@ -241,7 +238,8 @@ class TrainerBase:
         """Seed this iteration, then call the hooks."""
         self.seed_generators(self.iter)
         ends = self.iter + 1
-        self.ends_period = ends % self.sync_period == 0 or ends == self._max_iter
+        self.is_last = ends == self._max_iter
+        self.ends_period = self.is_last or ends % self.sync_period == 0
         self.storage.iter = self.iter
         self.clock.begin_step()
         for hook in self._hooks:

@@ -90,10 +90,14 @@ class JSONWriter(ScalarWriter):
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         # There is no buffer, since one would write later what a full disk has refused. The file
         # is closed after each row, since some file systems send it to the server only then.
-        with open(self._path, "ab", buffering=0) as file:
+        try:
+            file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:  # to make the folder before each row would take longer
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        with file:
             end = file.tell()
             try:
                 while text:

@@ -18,6 +18,8 @@ from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
+_NO_MAPPINGS = (Tensor, list, tuple)
+
 _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -255,7 +257,9 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
     ``forward`` with a single one, such as ``forward(self, batch)``, gets the dict itself. The
     choice is logged.
     """
-    if isinstance(batch, Mapping) and isinstance(model, nn.Module):
+    # The abstract class is asked last, since that takes long.
+    is_mapping = not isinstance(batch, _NO_MAPPINGS) and isinstance(batch, Mapping)
+    if is_mapping and isinstance(model, nn.Module):
         bare = unwrap_model(model)
         if bare not in _by_keywords:
             _by_keywords[bare] = _takes_keywords(bare, batch)
