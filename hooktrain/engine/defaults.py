@@ -191,12 +191,13 @@ def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
         earlier: the text of its ``config.json``.
     """
     seed, run_id = train.get("seed"), train.get("run_id")
+    is_drawn = seed is None or seed < 0
     saved: dict[str, Any] = {}
     try:
         saved = dict(json.loads(earlier)["train"])
     except (ValueError, LookupError, TypeError):
         if folder and checkpoint_names(folder):
-            if seed is None or seed < 0:
+            if is_drawn:
                 raise ValueError(
                     f"config.json in {folder!r} is missing or damaged, so the seed that the run "
                     "has drawn is not known: give train.seed=0, and the error of the resume has "
@@ -204,7 +205,7 @@ def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
                 ) from None
             if run_id is None:
                 logger.warning("config.json is missing or damaged: train.run_id is new")
-    if seed is None or seed < 0:
+    if is_drawn:
         seed = saved.get("seed")
     return seed, run_id or saved.get("run_id") or uuid4().hex
 

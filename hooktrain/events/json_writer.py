@@ -94,7 +94,9 @@ class JSONWriter(ScalarWriter):
         # is closed after each row, since some file systems send it to the server only then.
         try:
             file = open(self._path, "ab", buffering=0)  # noqa: SIM115
-        except FileNotFoundError:  # to make the folder before each row would take longer
+        except (
+            FileNotFoundError
+        ):  # to make the folder before each row would take longer
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         with file:

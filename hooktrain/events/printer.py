@@ -70,7 +70,8 @@ class CommonMetricPrinter(ScalarWriter):
         """The texts to show: those of the training, and those of evaluations."""
         hints = storage.smoothing_hints()
         total = metrics.get("total_loss")
-        shown: tuple[list[str], list[str]] = ([], [])
+        fields: list[str] = []
+        results: list[str] = []
         for name in sorted(metrics, key=_place):
             value = metrics[name]
             is_detail = hints[name] and "/" in name and "[metric]" not in name
@@ -79,9 +80,9 @@ class CommonMetricPrinter(ScalarWriter):
             if name == "eta_seconds" or is_detail:
                 continue
             is_result = "/" in name and not hints[name]
-            text = f"{name}: {value:.4g}"
-            shown[is_result].append(text)
-        return shown
+            kind = results if is_result else fields
+            kind.append(f"{name}: {value:.4g}")
+        return fields, results
 
     def _eta(self, storage: EventStorage, end: int) -> list[str]:
         now = time.perf_counter()

@@ -159,9 +159,7 @@ class EventStorage:
             name = f"eval/{name}"
         self._histories[name] = history
         if name != history.result:
-            is_column = (
-                history.result in _COLUMNS
-            )  # whose numbers would be taken for it
+            is_column = history.result in _COLUMNS  # with which it would be mixed up
             logger.log(
                 logging.WARNING if is_column else logging.INFO,
                 "The result %r of the evaluation is recorded as %r, since the training has that "

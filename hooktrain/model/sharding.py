@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import local_tensor, shard_like
+from hooktrain.utils.tensors import compute_device, local_tensor, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -188,8 +188,7 @@ def take_values(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _fill(model: nn.Module, values: Mapping[str, Tensor], offload: bool) -> None:
     """Give memory and the first rank's values to a sharded model. A collective."""
-    parameter: Any = next(model.parameters())
-    device = parameter.device_mesh.device_type
+    device = compute_device(model).type
     model.to_empty(device="cpu" if offload else device)
     for name, tensor in _named_tensors(model):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

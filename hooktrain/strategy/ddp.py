@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +19,7 @@ from hooktrain.strategy.base import BaseStrategy
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.names import locate
+from hooktrain.utils.tensors import compute_device
 
 
 class SingleDeviceStrategy(BaseStrategy):
@@ -82,7 +82,7 @@ def create_ddp_model(
     init_weights_once(model)
     if comm.get_world_size() == 1:
         return model
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = compute_device(model)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
     kind: Any = locate(wrapper) if isinstance(wrapper, str) else wrapper

@@ -5,7 +5,7 @@ from typing import Any
 
 from hooktrain.engine.hook_base import HookBase
 
-Callback = Callable[[Any], object] | None
+Callback = Callable[..., object] | None
 
 
 class CallbackHook(HookBase):
@@ -29,11 +29,11 @@ class CallbackHook(HookBase):
         before_step: Callback = None,
         after_backward: Callback = None,
         after_step: Callback = None,
-        after_evaluation: Callable[[Any, Mapping[str, float]], object] | None = None,
+        after_evaluation: Callback = None,
         phase: str = "run",
     ) -> None:
         self.phase = phase
-        self._functions: dict[str, Callable[..., object] | None] = {
+        self._functions: dict[str, Callback] = {
             "before_train": before_train,
             "after_train": after_train,
             "before_step": before_step,
