@@ -112,8 +112,8 @@ def warn_of_different_weights(model: nn.Module) -> None:
     if comm.get_world_size() == 1:
         return
     # Host-device synchronisation: one number, once a run.
-    norms = comm.all_gather(float(nn.utils.get_total_norm(model.parameters())))
-    if max(norms) - min(norms) > 1e-6 * max(norms):
+    norms = comm.all_gather(float(nn.utils.get_total_norm(trainable(model).values())))
+    if min(norms) < 0.999999 * max(norms):
         logger.warning(
             "The ranks have different weights: they exchange gradients if self.model is called, "
             "which create_ddp_model() has wrapped, and not the module in it"

@@ -167,11 +167,11 @@ class ModelTrainer(TrainerBase):
     def _log_units(self) -> None:
         """Log what an iteration and an epoch are, which other trainers count in other ways."""
         own = getattr(self.data_loader, "batch_size", None) or 0
-        of_ranks = own * comm.data_parallel_size()
-        size = getattr(self.data_loader, "total_batch_size", of_ranks)
+        total = own * comm.data_parallel_size()
+        size = getattr(self.data_loader, "total_batch_size", total)
         if size and self.epoch_length:
             logger.info(
-                "An iteration is an update by %d x %d samples of all ranks, and an epoch has %d "
+                "An iteration is one update with %d x %d samples of all ranks; an epoch is %d "
                 "iterations",
                 self.batches_per_step,
                 size,

@@ -45,7 +45,7 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"{output!r:.300}"
         )
     if len(losses) > 1:
-        _refuse_two_meanings(tuple(losses))
+        _check_names(tuple(losses))
     loss = reduce(add, losses.values())
     if values.get("total_loss", loss) is not loss:
         raise ValueError(
@@ -56,7 +56,7 @@ def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @lru_cache
-def _refuse_two_meanings(names: tuple[str, ...]) -> None:
+def _check_names(names: tuple[str, ...]) -> None:
     """Log the names of several values with a gradient, unless it is not clear what to add up.
 
     All names are looked at in the first step only.

@@ -300,7 +300,9 @@ def weights_of_ranks(calls_inner: bool) -> tuple[list[str], float]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hooktrain").addHandler(handler)
-    model = create_ddp_model(LinearLoss())
+    inner = LinearLoss()
+    inner.quantized = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    model = create_ddp_model(inner)
     own = [batch + comm.get_rank() for batch in batches(4)]
     trainer = SimpleTrainer(model, own, sgd(model))
     called = model.module if calls_inner else model
@@ -329,10 +331,8 @@ def test_the_log_says_what_an_iteration_and_an_epoch_are(
     loader = build_train_loader(data, total_batch_size=4, seed=0)
     trainer = SimpleTrainer(model, loader, OptimWrapper(sgd(model), count))
     trainer.train(max_iter=1)
-    said = (
-        f"by {count} x 4 samples of all ranks, and an epoch has {6 // count} iterations"
-    )
+    said = f"with {count} x 4 samples of all ranks; an epoch is {6 // count} iterations"
     assert sum(said in text for text in caplog.messages) == 1
     caplog.clear()
     SimpleTrainer(model, batches(2), sgd(model)).train(max_iter=1)
-    assert "epoch has" not in caplog.text
+    assert "an epoch is" not in caplog.text
