@@ -60,17 +60,19 @@ def project_urls(url):
 
 
 class BuildWithScripts(build_py):
-    """Copies README, documents, configurations and the tools of users into the package."""
+    """Copies documents, examples, configurations and the tools of users into the package."""
 
     def run(self):
         super().run()
         if self.editable_mode:
             return
         package = Path(self.build_lib, "hooktrain")
-        shutil.copy(ROOT / "README.md", package)
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+            shutil.copy(ROOT / name, package)
         unwanted = shutil.ignore_patterns("__pycache__")
-        configs = package / "configs"
-        shutil.copytree(ROOT / "configs", configs, ignore=unwanted, dirs_exist_ok=True)
+        for name in ("configs", "examples"):
+            copy = package / name
+            shutil.copytree(ROOT / name, copy, ignore=unwanted, dirs_exist_ok=True)
         unwanted = shutil.ignore_patterns(*OF_THE_SITE)
         docs = package / "docs"
         shutil.copytree(ROOT / "docs", docs, ignore=unwanted, dirs_exist_ok=True)

@@ -7,7 +7,9 @@ import math
 import os
 import re
 import runpy
+import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.compat.mmengine import StepTrainer
 from hooktrain.data import TrainingSampler
 from hooktrain.utils import comm
+from processes import run_program
 from recipes import after_recipe
 from test_migrating import (
     SCRIPTS,
@@ -135,6 +138,136 @@ def test_the_model_of_mmcv_is_trained_as_its_runner_does(
     weights: dict[str, Weights], mmcv_weights: Weights
 ) -> None:
     assert_same_weights(weights["mmcv-ported"], mmcv_weights)
+
+
+def of_one_process(name: str) -> str:
+    """A script from or to Lightning with equal first weights and batches, for one process."""
+    changes = {
+        "super().__init__()": "super().__init__(); torch.manual_seed(0)",
+        "batch_size=32, shuffle=True": "batch_size=32",
+        "total_batch_size=64": "total_batch_size=32, shuffle=False",
+        'strategy="ddp"': 'accelerator="cpu"',
+        "devices=2": "devices=1",
+        ", num_gpus_per_machine=2": "",
+    }
+    program = SCRIPTS[name]
+    for old, new in changes.items():
+        program = program.replace(old, new)
+    return program.replace(
+        '    trainer.fit(model, train_loader, val_loader, ckpt_path="last")\n',
+        '    trainer.fit(model, train_loader, val_loader, ckpt_path="last")\n'
+        "    torch.save(model.state_dict(), 'weights.pth')\n",
+    ).replace(
+        "    trainer.train(max_epochs=10)\n",
+        "    trainer.train(max_epochs=10)\n"
+        "    torch.save(model.state_dict(), 'weights.pth')\n",
+    )
+
+
+# What Lightning does with a module, in the one process of the guide's script.
+LIGHTNING = """
+from types import SimpleNamespace
+import torch
+
+
+class LightningModule(torch.nn.Module):
+    def log(self, name, value, **options):
+        pass
+
+
+class Trainer:
+    def __init__(self, max_epochs, accumulate_grad_batches, gradient_clip_val, **others):
+        assert others["precision"] == "bf16-mixed"
+        self.counts = max_epochs, accumulate_grad_batches, gradient_clip_val
+
+    def fit(self, model, train_loader, val_loader, ckpt_path):
+        epochs, passes, norm = self.counts
+        [optimizer], [schedule] = model.configure_optimizers()
+        for _ in range(epochs):
+            for index, batch in enumerate(train_loader):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model.training_step(batch, index)
+                (loss / passes).backward()
+                if (index + 1) % passes == 0:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule["scheduler"].step()
+
+    def validate(self, model, loader):
+        pass
+
+    @torch.no_grad()
+    def predict(self, model, loader):
+        with torch.autocast("cpu", torch.bfloat16):
+            return [model.predict_step(batch, index) for index, batch in enumerate(loader)]
+
+
+def seed_everything(seed):
+    pass
+
+
+def EarlyStopping(*_, **__):
+    pass
+
+
+ModelCheckpoint = LearningRateMonitor = EarlyStopping
+"""
+
+
+@pytest.fixture(scope="module")
+def ported_from_lightning(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("after")
+    (folder / "train.py").write_text(of_one_process("lightning-after"))
+    done = run_program(folder / "train.py", folder=folder)
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_the_port_ends_with_the_weights_and_predictions_of_lightning(
+    itself: bool, ported_from_lightning: Path, tmp_path: Path
+) -> None:
+    if itself:
+        if find_spec("pytorch_lightning") is None:
+            pytest.skip("needs Lightning")
+    else:
+        package = tmp_path / "pytorch_lightning"
+        package.mkdir()
+        (package / "__init__.py").write_text(LIGHTNING)
+        (package / "callbacks.py").write_text("from pytorch_lightning import *")
+    (tmp_path / "train.py").write_text(of_one_process("lightning-before"))
+    command = [sys.executable, "train.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=150)
+    weights, predictions = (
+        [torch.load(folder / name) for folder in (ported_from_lightning, tmp_path)]
+        for name in ("weights.pth", "predictions.pt")
+    )
+    assert_same_weights(*weights)
+    assert len(predictions[0]) == 128
+    assert torch.equal(*predictions)
+
+
+def test_the_port_from_lightning_is_one_run_of_two_processes_and_goes_on(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPTS["lightning-after"])
+    whole, first = (tmp_path / name for name in ("whole", "first"))
+    for folder in (whole, first):
+        folder.mkdir()
+    stopped = SCRIPTS["lightning-after"].replace("max_epochs=10", "max_iter=15")
+    (first / "train.py").write_text(stopped)
+    for path, folder in ((script, whole), (first / "train.py", first), (script, first)):
+        done = run_program(path, folder=folder)
+        assert done.returncode == 0, done.stdout
+    ends = [
+        torch.load(folder / "output" / "model_final.pth", weights_only=True)
+        for folder in (first, whole)
+    ]
+    assert ends[0]["trainer"]["iteration"] == ends[1]["trainer"]["iteration"] == 39
+    assert_same_weights(ends[0]["model"], ends[1]["model"])
+    assert torch.load(whole / "predictions.pt").shape == (128,)
 
 
 class OwnUpdate(nn.Module):

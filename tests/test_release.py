@@ -93,15 +93,32 @@ def test_the_files_of_the_wheel_are_those_of_the_repository(wheel: Path) -> None
         f"hooktrain/{name}": content
         for name, content in files_below(ROOT / "hooktrain").items()
     }
-    for name, content in files_below(ROOT / "configs").items():
-        expected[f"hooktrain/configs/{name}"] = content
+    for folder in ("configs", "examples"):
+        for name, content in files_below(ROOT / folder).items():
+            expected[f"hooktrain/{folder}/{name}"] = content
     for name, content in files_below(ROOT / "docs").items():
         if name != "conf.py" and not name.startswith(("_static", "reference")):
             expected[f"hooktrain/docs/{name}"] = content
     for name in TOOLS:
         expected[f"hooktrain/tools/{name}"] = (ROOT / "tools" / name).read_bytes()
-    expected["hooktrain/README.md"] = (ROOT / "README.md").read_bytes()
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        expected[f"hooktrain/{name}"] = (ROOT / name).read_bytes()
     assert packed == expected
+
+
+def test_the_documents_of_the_wheel_link_to_files_of_the_wheel(
+    wheel: Path, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path)
+    pages = [tmp_path / "hooktrain/README.md", *tmp_path.rglob("docs/**/*.md")]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(((?!https?:|#)[\w./-]+)[#)]", page.read_text())
+    ]
+    assert len(links) > 60
+    assert [link for page, link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_description_of_a_release_links_to_the_files_of_its_version(

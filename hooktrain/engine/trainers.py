@@ -406,10 +406,10 @@ class SimpleTrainer(ModelTrainer):
         except (TypeError, AttributeError, RuntimeError, IndexError) as error:
             add_note(
                 error,
-                f"the batch is {types_of(data)!r:.300}; labels count from 0. To call the model in "
-                "another way, override compute_loss(data) of the trainer (a model with train_step "
-                "needs StepTrainer, one of several ranks with parameters that are not used "
-                "create_ddp_model(model, find_unused_parameters=True))",
+                f"the batch is {types_of(data)!r:.300}; labels count from 0. A tuple "
+                "is one argument. To call the model in another way, override compute_loss(data) of "
+                "the trainer (a model with train_step needs StepTrainer, one of several ranks with "
+                "unused parameters create_ddp_model(model, find_unused_parameters=True))",
             )
             raise
 

@@ -322,10 +322,12 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
     rate = group["initial_lr"]
     multipliers = [schedule(step / 20) for step in range(21)]
     # Host-device synchronisation, where rates are tensors: once a run.
-    logger.info("lr goes from %g to %g", group["lr"], rate * multipliers[-1])
+    highest = max(multipliers)
+    rises = group["lr"] <= rate * multipliers[0] < rate * highest
+    top = f" up to about {rate * highest:.2g}, and then" if rises else ""
+    logger.info("lr goes from %g%s to %g", group["lr"], top, rate * multipliers[-1])
     if multipliers[-1] > 1.001 * multipliers[-2]:
         logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
-    highest = max(multipliers)
     if rate < 1 and not 0.5 <= highest < 1.01:
         logger.warning(
             "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import mmengine_itself  # noqa: F401  # before mmengine
 from hooktrain import solver
 from hooktrain.compat.mmengine import (
     AmpOptimWrapper,
