@@ -373,7 +373,7 @@ class BestCheckpointer(HookBase):
         if self.on_every_rank:  # the main process knows what is in the file
             best = comm.broadcast((self.best_metric, self.best_iter))
             self.best_metric, self.best_iter = best
-        so_far = "none" if self.best_metric is None else f"{self.best_metric:.4g}"
+        so_far = self.best_metric
         logger.info("%s is %.4g; the best so far: %s", self._val_metric, value, so_far)
         if not is_better(value, self.best_metric, self._mode):
             return

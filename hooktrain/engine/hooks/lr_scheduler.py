@@ -323,9 +323,8 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
     multipliers = [schedule(step / 20) for step in range(21)]
     # Host-device synchronisation, where rates are tensors: once a run.
     highest = max(multipliers)
-    rises = group["lr"] <= rate * multipliers[0] < rate * highest
-    top = f" up to about {rate * highest:.2g}, and then" if rises else ""
-    logger.info("lr goes from %g%s to %g", group["lr"], top, rate * multipliers[-1])
+    told = "lr goes from %g to %g; the schedule's highest is about %.2g"
+    logger.info(told, group["lr"], rate * multipliers[-1], rate * highest)
     if multipliers[-1] > 1.001 * multipliers[-2]:
         logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
     if rate < 1 and not 0.5 <= highest < 1.01:
