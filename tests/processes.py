@@ -111,14 +111,17 @@ def _with_one_thread(
 
 
 def start_program(
-    *command: str | Path, output: Path, folder: Path | None = None, **environment: str
+    *command: str | Path,
+    output: Path | None,
+    folder: Path | None = None,
+    **environment: str,
 ) -> Any:
     """Start `python command`: a script or `-m` and a module, then arguments. End it by `end`.
 
     Args:
         command: of `-m torch.distributed.run`, the ranks are copies of the process too, but with
             `--no-python` what it says.
-        output: the file for what is printed.
+        output: the file for what is printed; None closes stdin and both outputs.
         folder: the current one by default.
         environment: what is different from the environment of this process.
     """
@@ -137,11 +140,18 @@ def run_program(
 
 
 def _become(
-    command: list[str], output: Path, folder: Path | None, environment: dict[str, str]
+    command: list[str],
+    output: Path | None,
+    folder: Path | None,
+    environment: dict[str, str],
 ) -> None:
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    if output is None:
+        os.closerange(0, 3)
+        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    else:
+        with open(output, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     os.chdir(folder or ".")
     os.environ.clear()
     os.environ.update(environment)

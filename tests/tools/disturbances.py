@@ -5,6 +5,7 @@ disturbed_train_net.py <disturbance> <rank> <arguments of train_net.py>
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,17 @@ class Disturb(HookBase):
     def hang(self) -> None:
         time.sleep(3600)
 
+    def suspend(self) -> None:
+        suspend(os.getpid())
+
+    def suspend_all(self) -> None:
+        """Suspend both ranks, of which the other one waits for this one."""
+        agent = os.getppid()
+        ranks = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        others = set(map(int, ranks)) - {os.getpid()}
+        assert len(others) == 1
+        suspend(*others, os.getpid())
+
     def terminate(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -52,6 +64,19 @@ class Disturb(HookBase):
         """Let the test send its signals: the file says that the run has come here."""
         Path(self.trainer.checkpointer.save_dir, "pid").write_text(str(os.getpid()))
         time.sleep(3600)
+
+
+def suspend(*processes: int) -> None:
+    """Stop processes, this one last; a child lets them go on when all of them have stopped."""
+    waits = [
+        f"until grep -q '^State:.T' /proc/{each}/status; do :; done"
+        for each in processes
+    ]
+    goes_on = f"kill -CONT {' '.join(map(str, processes))}"
+    child = subprocess.Popen(["sh", "-c", "; ".join([*waits, goes_on])])
+    for each in processes:
+        os.kill(each, signal.SIGSTOP)
+    assert child.wait() == 0
 
 
 def build_disturbed(cfg: Any) -> Any:

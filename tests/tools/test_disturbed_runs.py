@@ -126,6 +126,24 @@ def test_a_rank_that_hangs_and_one_that_waits_for_it_say_where(folder: Path) -> 
     assert "exitcode  : 124" in printed
 
 
+@pytest.mark.parametrize("disturbance", ["suspend", "suspend_all"])
+def test_ranks_that_are_suspended_go_on(
+    disturbance: str, folder: Path, undisturbed: Path
+) -> None:
+    code, printed = run(TWO_RANKS, disturbance, 1, folder)
+    assert code == 0, printed
+    assert_same_weights(folder, undisturbed)
+
+
+def test_a_run_without_stdin_and_outputs_trains_as_well(
+    folder: Path, undisturbed: Path
+) -> None:
+    arguments = command(TWO_RANKS, "nothing", 0, folder)
+    assert end(start_program(*arguments, output=None)) == 0
+    assert_same_weights(folder, undisturbed)
+    assert "Total training time" in (folder / "log.txt").read_text()
+
+
 def test_a_signal_to_one_rank_saves(folder: Path, undisturbed: Path) -> None:
     code, printed = run(TWO_RANKS, "terminate", 1, folder)
     assert code != 0
