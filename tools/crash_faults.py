@@ -25,6 +25,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT_SECONDS = 120.0
 GRACE_SECONDS = 15.0  # for the processes that the first one leaves
 STACKS = signal.SIGQUIT  # asks a process for its stacks
+# The code that multiprocessing gives a process if its fork server is gone.
+SERVER_GONE = 255
 ERRORS = {"a full disk": 28, "an input/output error": 5, "a stale file handle": 116}
 
 
@@ -267,6 +269,8 @@ def end(process: Any) -> None:
         raise LostRunError(
             f"{len(left)} processes do not end; the log has their stacks"
         )
+    if process.exitcode == SERVER_GONE:
+        raise RuntimeError("something has ended the fork server of the campaign itself")
 
 
 def damage(folder: Path, fault: str, draw: random.Random) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,15 @@ def test_a_run_that_does_not_end_leaves_the_stacks_of_its_processes(
         faults.end(process)
     process.join()
     assert (tmp_path / "out.log").read_text().count(" in launch\n") == 3
+
+
+def test_the_end_of_the_campaigns_own_fork_server_is_no_exit_code_of_a_run(
+    faults: Any,
+) -> None:
+    # What Process.exitcode is then, since only the server could read the true one.
+    process = SimpleNamespace(pid=-2, exitcode=255, join=lambda seconds: None)
+    with pytest.raises(RuntimeError, match="fork server of the campaign"):
+        faults.end(process)
 
 
 def test_a_run_that_is_bent_is_reported(

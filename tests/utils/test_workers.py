@@ -18,7 +18,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.batches import Batches
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import CallbackHook
+from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.engine.hooks.watchdog import EXIT_HUNG, Watchdog
 from hooktrain.evaluation import inference_on_dataset
@@ -205,3 +205,37 @@ def fork_a_reader(read: Path) -> None:
 def test_a_forked_child_with_workers_leaves_those_of_its_parent(tmp_path: Path) -> None:
     assert end(start(fork_a_reader, tmp_path / "read")) == 0
     assert (tmp_path / "read").read_text() == "63"
+
+
+class Shot(Samples):
+    """The worker that reads sample 8 is killed, as by a kernel without memory."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def torchdatas(dataset: Dataset[Any], **options: Any) -> Any:
+    return StatefulDataLoader(dataset, batch_size=1, **options)
+
+
+def train_until_a_worker_is_shot(folder: Path, build: Any) -> None:
+    model = LinearLoss()
+    loader = build(Shot(folder), num_workers=1)
+    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.1))
+    checkpointer = Checkpointer(model, folder, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 1)])
+    # The last one is ours: the worker may have been handing over a batch.
+    told = "killed by signal: Killed|exited unexpectedly|while it handed over a batch"
+    with pytest.raises(RuntimeError, match=told):
+        trainer.train(max_iter=64)
+
+
+@pytest.mark.parametrize("build", [plain, ours, torchdatas])
+def test_a_worker_that_is_killed_ends_the_run_with_its_signal(
+    tmp_path: Path, build: Any
+) -> None:
+    assert end(start(train_until_a_worker_is_shot, tmp_path, build)) == 0
+    assert (tmp_path / "last_checkpoint").exists()
+    assert not any(map(alive, workers(tmp_path)))
