@@ -13,8 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,13 @@ from hooktrain.utils.names import did_you_mean
 logger = logging.getLogger("hooktrain.follow")
 
 
+ASKED_AGAIN = "The store does not answer, and is asked again: %s"
+
 Row = dict[str, Any]
+
+
+class NoAnswerError(Exception):
+    """The store has not given a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -181,28 +186,26 @@ class Follower:
 
     def _look(self) -> list[Found]:
         """The checkpoints of the run that there are, in order."""
-        found: dict[int, Found] = {}
-        if self.store:
-            with self._reaching_store():
-                for entry in self.store.look():
-                    found[entry["iteration"]] = Found(
-                        entry["iteration"], entry["name"], entry
-                    )
-            found.pop(-1, None)  # a file beside the checkpoints
-            self.has_looked = True
+        found = {each.iteration: each for each in self._in_store()}
         for each in in_folder(self.run):
             found[each.iteration] = each
         return [found[iteration] for iteration in sorted(found)]
 
-    @contextmanager
-    def _reaching_store(self) -> Iterator[None]:
-        """Wait for the next look if the store fails, unless it is the first one."""
+    def _in_store(self) -> list[Found]:
+        """The checkpoints in the store; none if it does not answer, but for the first time."""
+        if self.store is None:
+            return []
         try:
-            yield
+            entries = self.store.look()
         except Exception as error:  # each package raises its own
             if not self.has_looked:
                 raise
-            logger.warning("The store does not answer, and is asked again: %r", error)
+            logger.warning(ASKED_AGAIN, repr(error))
+            return []
+        self.has_looked = True
+        # Others are files beside the checkpoints, without an iteration.
+        of_run = [entry for entry in entries if entry["iteration"] >= 0]
+        return [Found(each["iteration"], each["name"], each) for each in of_run]
 
     def _evaluate(self, found: Found) -> None:
         """Evaluate a checkpoint, keep the best model, and write the row."""
@@ -232,6 +235,10 @@ class Follower:
         try:
             content = self.checkpointer.read(self._hold(found))
             load_model_state(self.model, content.pop("model"), strict=True)
+        except NoAnswerError as error:
+            logger.warning(ASKED_AGAIN, error)
+            time.sleep(self.poll)
+            return None
         except (OSError, CorruptCheckpointError) as error:  # alike on every rank
             is_gone = on_main_process(partial(self._is_gone, found))
             if is_gone:
@@ -261,7 +268,12 @@ class Follower:
         if found.entry is None:
             return on_main_process(partial(self._link, self.run / found.name, path))
         assert self.store is not None
-        self.store.fetch(found.entry)
+        try:
+            self.store.fetch(found.entry)
+        except CorruptCheckpointError:
+            raise
+        except Exception as error:  # each package raises its own
+            raise NoAnswerError(repr(error)) from error
         return path
 
     def _link(self, source: Path, target: Path) -> Path:
@@ -287,8 +299,7 @@ class Follower:
     def _is_gone(self, found: Found) -> bool:
         if found.entry is None:
             return not (self.run / found.name).exists()
-        assert self.store is not None
-        return found.entry not in self.store.look()
+        return found not in self._in_store()
 
     def _check_run(self, run_id: str | None) -> None:
         """Refuse to mix the rows of two runs."""
@@ -370,7 +381,6 @@ def follow(cfg: Any, args: argparse.Namespace) -> None:
     # The log and what an evaluator writes are beside the rows, not among the files of the run.
     train.output_dir = args.eval_dir or str(run / "eval")
     train.store = ""
-    train.seed = 0  # each evaluation has the seed that its checkpoint says
     default_setup(cfg, args)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))

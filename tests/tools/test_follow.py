@@ -19,12 +19,14 @@ from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.folders import save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
+from hooktrain.checkpoint.store import Store
 from hooktrain.config import LazyConfig
 from hooktrain.utils.file_io import delete, lock_folder, unlock_folder
 from hooktrain.utils.logger import close_logger
 from processes import end, run_program, start, start_program, wait_until
 
 CONFIG = """
+from hooktrain.checkpoint.store import Store
 from hooktrain.config import LazyConfig
 
 model, optimizer, dataloader, train = LazyConfig.load(
@@ -34,6 +36,7 @@ optimizer.lr = 0.01
 model.channels = 2
 model.dropout = 0.5
 dataloader.train.num_workers = 0
+dataloader.evaluator._target_ = "noise.NoisyEvaluator"
 train.update(max_iter=12, log_period=2, eval_period=4)
 train.checkpointer.update(period=4, max_to_keep=None)
 train.ema.enabled = True
@@ -362,6 +365,42 @@ def test_a_broken_checkpoint_is_named_and_a_final_one_is_an_error(
         follow_here(load_tool("follow"), config, run)
 
 
+@pytest.mark.parametrize("method", ["look", "fetch"])
+def test_a_store_that_does_not_answer_is_asked_again(
+    method: str,
+    config: Path,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = f"file://{tmp_path}/store"
+    Checkpointer(torch.nn.Linear(1, 1), run, store=store).finish()
+    original, calls = getattr(Store, method), []
+
+    def fail_at_first(self: Store, *args: Any) -> Any:
+        calls.append(method)
+        # The first look of all has to succeed.
+        if len(calls) == 1 + (method == "look"):
+            raise RuntimeError("no route to host")
+        return original(self, *args)
+
+    monkeypatch.setattr(Store, method, fail_at_first)
+    here = tmp_path / "elsewhere"
+    follow_here(load_tool("follow"), config, here, f"train.store={store}")
+    printed = capsys.readouterr().out
+    assert printed.count("asked again: RuntimeError('no route to host')") == 1
+    assert rows(here / "eval" / "metrics.json") == results(run)[-1:]
+
+
+def test_the_first_look_into_a_store_has_to_succeed(
+    config: Path, tmp_path: Path
+) -> None:
+    unknown = "train.store=nowhere://bucket/run"
+    with pytest.raises(ValueError, match="nowhere"):
+        follow_here(load_tool("follow"), config, tmp_path / "run", unknown)
+
+
 def test_what_is_behind_the_pointer_is_of_another_run(config: Path, run: Path) -> None:
     (run / "model_final.pth").rename(run / "model_0000011.pth")
     shutil.copy(run / "model_0000003.pth", run / "model_final.pth")
@@ -477,6 +516,8 @@ def kill_in(point: str, config: Path, run: Path) -> None:
 def test_a_kill_loses_no_row_and_makes_none_twice(
     point: str, config: Path, run: Path
 ) -> None:
+    if point == "held":
+        shard(run)  # a folder that is left behind would be in the way
     assert end(start(kill_in, point, config, run)) == -signal.SIGKILL
     count = 2 if point == "after the row" else 1
     assert len(rows(run / "eval" / "metrics.json")) == count
