@@ -42,6 +42,7 @@ TOOLS = [
     "checkpoint.py",
     "compare.py",
     "follow.py",
+    "estimate.py",
     "new.py",
     "from_detectron2.sed",
     "from_mmengine.sed",

@@ -21,6 +21,7 @@ _SCRIPTS = {
 _USAGE = f"""usage: hooktrain COMMAND ...
 
   train --config-file FILE [key=value ...]   train; --help shows all options
+  train ... --dry-run --ranks 64             estimate the memory and the messages of one of 64 ranks
   eval --config-file FILE --resume | --best  evaluate the newest checkpoint, or the best model
   eval --config-file FILE --follow           evaluate each new checkpoint of a run that is training
   plot RUN ...                               draw the metrics of runs

@@ -136,6 +136,7 @@ def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> Non
         "checkpoint.py",
         "compare.py",
         "follow.py",
+        "estimate.py",
         "new.py",
         "from_detectron2.sed",
         "from_mmengine.sed",

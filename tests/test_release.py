@@ -22,7 +22,7 @@ SOURCES = (
 )
 TOOLS = {
     *("train_net.py", "plot.py", "checkpoint.py", "compare.py", "new.py"),
-    "follow.py",
+    *("follow.py", "estimate.py"),
     *("from_detectron2.sed", "from_mmengine.sed"),
 }
 WRITTEN_BY_A_BUILD = "PKG-INFO", "setup.cfg", "hooktrain.egg-info/*"

@@ -6,7 +6,8 @@ Go on after a stop: add --resume; without a checkpoint it starts from the beginn
                     same command can be submitted again and again.
 Beside a run:       --eval-only --follow evaluates each of its checkpoints.
 Try it out:         --dry-run makes two iterations, and tells what the whole run will take;
-                    --print-config prints the configuration.
+                    --dry-run --ranks 64 --device-memory 80GiB estimates the memory and the
+                    messages of one of 64 ranks; --print-config prints the configuration.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from hooktrain.engine import (
 from hooktrain.engine.build import evaluate, prepare_model
 from hooktrain.engine.settings import check_settings
 from hooktrain.evaluation import print_csv_format, verify_results
-from hooktrain.strategy.environment import restart_count
+from hooktrain.strategy.environment import count_processes, restart_count
 from hooktrain.utils import comm
 from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import check_count, did_you_mean, dotted
@@ -87,6 +88,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--best", action="store_true", help=best)
     dry = "two iterations, to see that it works and how fast"
     parser.add_argument("--dry-run", action="store_true", help=dry)
+    ranks = "with --dry-run: estimate the memory and the messages of one of so many ranks, instead"
+    parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
+    memory = "with --ranks: whether a rank fits into it, and its largest batch; such as 80GiB"
+    parser.add_argument("--device-memory", default="", metavar="SIZE", help=memory)
     show = "print the configuration, and do nothing else"
     parser.add_argument("--print-config", action="store_true", help=show)
     add_follow(parser)
@@ -163,6 +168,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "--dry-run starts a new run: leave out --resume and --eval-only"
         )
+    if args.ranks is not None:
+        estimate_rank(cfg, args)
+        return {}
     if args.dry_run:
         cfg.train.output_dir = ""  # a temporary folder takes its place
         cfg.train.store = ""
@@ -440,6 +448,20 @@ def dry_run(cfg: Any) -> None:
         pretty_seconds(clock.seconds * length),
         f"{length:,}",
     )
+
+
+def estimate_rank(cfg: Any, args: argparse.Namespace) -> None:
+    """Estimate what a rank of a run takes, which is not started; see tools/estimate.py."""
+    if not args.dry_run:
+        raise ValueError("--ranks is for an estimate: add --dry-run")
+    if count_processes() > 1 or args.num_gpus > 1:
+        raise ValueError(
+            "--dry-run --ranks is one process that acts as one of many: start it without torchrun "
+            "and --num-gpus"
+        )
+    from estimate import estimate  # it imports much of torch
+
+    estimate(cfg, args.ranks, args.device_memory)
 
 
 def in_short(error: Exception) -> str:
