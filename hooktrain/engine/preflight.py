@@ -11,7 +11,6 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hooktrain.evaluation.evaluator import computes_together
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
@@ -51,13 +50,6 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
             "model of its own. To train one, call launch(main) or strategy.setup() first",
             started,
         )
-    is_wrapped = any(hasattr(module, "no_sync") for module in model.modules())
-    is_whole = is_wrapped or computes_together(model)
-    if comm.get_world_size() > 1 and not is_whole:
-        logger.warning(
-            "The ranks do not exchange gradients, so each trains a model of its own: give the "
-            "trainer create_ddp_model(model)"
-        )
 
 
 def trainable(model: nn.Module) -> dict[int, nn.Parameter]:
@@ -81,6 +73,23 @@ def log_modes(model: nn.Module) -> None:
         logger.info("Layers that stay in evaluation mode: %s", outer[:10])
 
 
+def tell_of_early_gradients(trainer: Any) -> None:
+    """Tell of a ``compute_loss`` that makes or frees gradients.
+
+    Without accumulation they are only dropped, as those of an adversarial example may be.
+    """
+    calls = {"backward", "zero_grad"}.intersection(
+        names_used(getattr(trainer, "compute_loss", None))
+    )
+    if calls:
+        logger.log(
+            logging.WARNING if trainer.batches_per_step > 1 else logging.INFO,
+            "compute_loss calls %s, but the trainer frees and computes the gradients, after it. "
+            "What changes them belongs into after_backward(), clipping into the OptimWrapper",
+            calls,
+        )
+
+
 def warn_of_lost_calls(trainer: Any) -> None:
     """Warn about calls that an overridden ``run_step`` lacks.
 
@@ -97,10 +106,14 @@ def warn_of_lost_calls(trainer: Any) -> None:
             "run_step does not call self.after_backward(), which %s may need", waiting
         )
     # Each backward pass into the same gradient raises its version. A freed one begins again.
-    gradients = (p.grad for p in trainer.model.parameters())
-    changes = min((grad._version for grad in gradients if grad is not None), default=0)
-    count = trainer.done - trainer.start_iter
-    if "zero_grad" not in names_used(trainer.run_step) and changes >= count - 1 > 2:
+    parameters = trainer.model.parameters()
+    changes = min(
+        (p.grad._version for p in parameters if p.grad is not None), default=0
+    )
+    if (
+        "zero_grad" not in names_used(trainer.run_step)
+        and changes + 1 >= trainer.done - trainer.start_iter > 3
+    ):
         logger.warning(
             "Gradients add up over all iterations: run_step must call "
             "self.optim_wrapper.zero_grad()"
@@ -115,8 +128,8 @@ def warn_of_different_weights(model: nn.Module) -> None:
     norms = comm.all_gather(float(nn.utils.get_total_norm(trainable(model).values())))
     if min(norms) < 0.999999 * max(norms):
         logger.warning(
-            "The ranks have different weights: they exchange gradients if self.model is called, "
-            "which create_ddp_model() has wrapped, and not the module in it"
+            "The ranks have different weights. They exchange gradients if the trainer gets "
+            "create_ddp_model(model), and if that, self.model, is called, not the module in it"
         )
 
 

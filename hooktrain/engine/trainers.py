@@ -18,6 +18,7 @@ from hooktrain.engine.preflight import (
     check_parts,
     log_modes,
     set_modes,
+    tell_of_early_gradients,
     trainable,
     warn_of_different_weights,
     warn_of_lost_calls,
@@ -160,6 +161,7 @@ class ModelTrainer(TrainerBase):
         self._first_versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
             self._log_units()
+            tell_of_early_gradients(self)
             warn_of_equal_samples(self.data_loader)
             # The loader starts last, since it may draw random numbers as it starts.
             self._data_loader_iter.start()

@@ -172,7 +172,12 @@ def build_strategy(
         strategy = "SingleDeviceStrategy" if single else "DDPStrategy"
     if isinstance(strategy, str):
         name = strategy if "." in strategy else f"hooktrain.strategy.{strategy}"
-        strategy = {"_target_": locate(name)}
+        kind = locate(name)
+        if callable(kind):  # not a module of this package
+            strategy = {"_target_": kind}
     if not isinstance(strategy, Mapping) or "_target_" not in strategy:
-        raise TypeError(f"strategy must be a name or a LazyCall, but got {strategy!r}")
+        raise TypeError(
+            "strategy must be the name of a class like DDPStrategy, or a LazyCall, but got "
+            f"{strategy!r}"
+        )
     return instantiate({**defaults, **strategy})  # type: ignore[no-any-return]

@@ -79,10 +79,12 @@ def test_several_optimizers_may_share_a_model(caplog: pytest.LogCaptureFixture) 
 
 
 def warnings_of_ranks(told: list[str]) -> None:
-    alone, wrapped = LinearLoss(), create_ddp_model(LinearLoss())
-    check_parts(wrapped, OptimWrapper(sgd(wrapped)))
-    assert told == []
-    check_parts(alone, OptimWrapper(sgd(alone)))
+    own = [batch + comm.get_rank() for batch in batches(2)]
+    for model in (create_ddp_model(LinearLoss()), LinearLoss()):
+        assert told == []
+        trainer = SimpleTrainer(model, own, sgd(model))
+        trainer.sync_period = 1
+        trainer.train(max_iter=2)
 
 
 def test_the_model_is_for_the_log_file_and_a_table_of_its_parts_for_the_console(
@@ -336,3 +338,38 @@ def test_the_log_says_what_an_iteration_and_an_epoch_are(
     caplog.clear()
     SimpleTrainer(model, batches(2), sgd(model)).train(max_iter=1)
     assert "an epoch is" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("calls", "count", "level"),
+    [
+        ((), 2, None),
+        (("backward",), 1, logging.INFO),
+        (("backward", "zero_grad"), 2, logging.WARNING),
+    ],
+)
+def test_a_loss_that_makes_or_frees_gradients_is_told(
+    calls: tuple[str, ...],
+    count: int,
+    level: int | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Freeing(SimpleTrainer):
+        def compute_loss(self, data: Any) -> Any:
+            self.model(data).backward()
+            self.optimizer.zero_grad()
+            return self.model(data)
+
+    class Adversarial(SimpleTrainer):
+        def compute_loss(self, data: Any) -> Any:
+            data.requires_grad_().grad = None
+            self.model(data).backward()
+            return self.model((data + data.grad.sign()).detach())
+
+    kind = [SimpleTrainer, Adversarial, Freeing][len(calls)]
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    kind(model, batches(2), OptimWrapper(sgd(model), count)).train(max_iter=1)
+    told = [each for each in caplog.records if "compute_loss calls" in each.message]
+    assert [each.levelno for each in told] == ([level] if level else [])
+    assert all(name in each.message for each in told for name in calls)
