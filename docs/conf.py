@@ -40,6 +40,7 @@ html_theme = "furo"
 html_title = "hooktrain"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 html_favicon = "_static/favicon.svg"
 html_copy_source = False
 html_show_copyright = False
