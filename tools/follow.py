@@ -270,8 +270,8 @@ class Follower:
         assert self.store is not None
         try:
             self.store.fetch(found.entry)
-        except CorruptCheckpointError:
-            raise
+        except (CorruptCheckpointError, FileNotFoundError):
+            raise  # the run may have deleted it meanwhile
         except Exception as error:  # each package raises its own
             raise NoAnswerError(repr(error)) from error
         return path

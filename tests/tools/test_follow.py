@@ -393,6 +393,34 @@ def test_a_store_that_does_not_answer_is_asked_again(
     assert rows(here / "eval" / "metrics.json") == results(run)[-1:]
 
 
+def test_a_checkpoint_that_the_run_deletes_from_the_store_is_passed_over(
+    config: Path,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = f"file://{tmp_path}/store"
+    saver = Checkpointer(torch.nn.Linear(1, 1), run, store=store)
+    for name in ("model_0000003.pth", "model_0000007.pth"):
+        (run / "last_checkpoint").write_text(name)
+        saver.finish()
+    original, fetched = Store.fetch, []
+
+    def delete_first(self: Store, entry: Any) -> None:
+        fetched.append(entry["iteration"])
+        if fetched == [3]:
+            (run / "last_checkpoint").write_text("model_final.pth")
+            saver.finish()
+        original(self, entry)
+
+    monkeypatch.setattr(Store, "fetch", delete_first)
+    here = tmp_path / "elsewhere"
+    follow_here(load_tool("follow"), config, here, f"train.store={store}", "--all")
+    assert "model_0000003.pth was deleted before it was read" in capsys.readouterr().out
+    assert rows(here / "eval" / "metrics.json") == results(run)[1:]
+
+
 def test_the_first_look_into_a_store_has_to_succeed(
     config: Path, tmp_path: Path
 ) -> None:
