@@ -1,6 +1,7 @@
 """Model and optimizer that do not belong together are refused, or warned about."""
 
 import logging
+import math
 import re
 from collections.abc import Iterator
 from functools import wraps
@@ -17,7 +18,13 @@ from gloo import run_ranks, torchrun
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, create_ddp_model, hooks
 from hooktrain.engine.hooks import CallbackHook
-from hooktrain.engine.preflight import check_parts, log_parts, warn_of_events
+from hooktrain.engine.preflight import (
+    check_parts,
+    log_modes,
+    log_parts,
+    warn_of_events,
+    without_masks,
+)
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
 from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils import comm
@@ -373,3 +380,24 @@ def test_a_loss_that_makes_or_frees_gradients_is_told(
     told = [each for each in caplog.records if "compute_loss calls" in each.message]
     assert [each.levelno for each in told] == ([level] if level else [])
     assert all(name in each.message for each in told for name in calls)
+
+
+def test_layers_in_evaluation_mode_are_told_if_the_model_trains(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(nn.Sequential(nn.Dropout()), nn.Dropout())
+    model[0].eval()
+    log_modes(model)
+    assert caplog.messages == ["Layers that stay in evaluation mode: ['0']"]
+    model.training, model[0].training = False, True
+    log_modes(model)
+    assert len(caplog.messages) == 1
+
+
+def test_a_buffer_with_infinities_above_0_is_no_mask() -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    model.register_buffer("range", torch.tensor([math.inf, -math.inf]))
+    broken = {"model.mask is inf", "ema.mask is inf", "model.range is inf"}
+    assert without_masks(model, broken) == {"model.range is inf"}
