@@ -99,7 +99,7 @@ class Transformer(Classifier):
 
 
 class EncoderDecoder(nn.Module):
-    def __init__(self, width: int = 64, depth: int = 6) -> None:
+    def __init__(self, width: int = 64, depth: int = 10) -> None:
         super().__init__()
         self.encoder = nn.Sequential(*[Block(width) for _ in range(depth)])
         self.decoder = nn.ModuleList(Block(width, True) for _ in range(depth))
@@ -143,7 +143,7 @@ def configuration(model: str, *changes: str) -> Any:
 
 
 class Mark(HookBase):
-    """Marks iteration 1 in the profile."""
+    """Marks the iterations in the profile."""
 
     def before_step(self) -> None:
         self.mark = record_function(f"iteration {self.trainer.iter}")
@@ -154,7 +154,7 @@ class Mark(HookBase):
 
 
 def real_peaks(model: str, *changes: str) -> tuple[int, int]:
-    """The largest sum of what torch's CPU allocator has given out, in iteration 1.
+    """The largest sum of what torch's CPU allocator has given out, in iteration 2.
 
     Returns:
         The peak without the copies that gloo makes of what it exchanges, and with them.
@@ -184,7 +184,7 @@ def real_peaks(model: str, *changes: str) -> tuple[int, int]:
 
 
 def read_profile(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], int, int]:
-    """The allocations in their order, and when iteration 1 began and ended."""
+    """The allocations in their order, and when iteration 2 began and ended."""
     allocations = []
     start = end = 0
     stack = [
@@ -198,7 +198,7 @@ def read_profile(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], int, 
             allocations.append(
                 (node.start_time_ns, found.ptr, found.alloc_size, is_of_gloo)
             )
-        elif node.name == "iteration 1":
+        elif node.name == "iteration 2":
             start, end = node.start_time_ns, node.end_time_ns
         inside = is_of_gloo or node.name.startswith(("gloo:", "c10d::"))
         stack += [(child, inside) for child in node.children]
