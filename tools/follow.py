@@ -322,7 +322,8 @@ class Follower:
                 f"{did_you_mean(metric, results)}"
             )
         value, best = results[metric], self.best.get("best_metric")
-        logger.info("%s is %.4g; the best so far: %s", metric, value, best)
+        so_far = value if best is None else best
+        logger.info("%s is %.4g; the best so far: %.4g", metric, value, so_far)
         if not comm.broadcast(is_better(value, best, self.mode)):
             return
         self.best = {"metric": metric, "best_metric": value, "best_iter": iteration}

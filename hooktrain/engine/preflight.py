@@ -85,7 +85,7 @@ def tell_of_early_gradients(trainer: Any) -> None:
         logger.log(
             logging.WARNING if trainer.batches_per_step > 1 else logging.INFO,
             "compute_loss calls %s, but the trainer frees and computes the gradients, after it. "
-            "What changes them belongs into after_backward(), clipping into the OptimWrapper",
+            "What changes them belongs in after_backward(), clipping in the OptimWrapper",
             calls,
         )
 

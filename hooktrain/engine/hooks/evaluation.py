@@ -371,10 +371,11 @@ class BestCheckpointer(HookBase):
         trainer = self.trainer
         self._checkpointer.wait()  # to know whether the best so far was saved
         if self.on_every_rank:  # the main process knows what is in the file
-            best = comm.broadcast((self.best_metric, self.best_iter))
-            self.best_metric, self.best_iter = best
-        so_far = self.best_metric
-        logger.info("%s is %.4g; the best so far: %s", self._val_metric, value, so_far)
+            self.best_metric, self.best_iter = comm.broadcast(
+                (self.best_metric, self.best_iter)
+            )
+        best = value if self.best_metric is None else self.best_metric
+        logger.info("%s is %.4g; the best so far: %.4g", self._val_metric, value, best)
         if not is_better(value, self.best_metric, self._mode):
             return
         if self.on_every_rank:
@@ -413,8 +414,7 @@ class BestCheckpointer(HookBase):
                 "best" if self._restores else "last",
             )
         if self._restores and comm.broadcast(self.best_metric) is not None:
-            folder = self._checkpointer.save_dir
-            self._checkpointer.load(os.path.join(folder, self._name), [])
+            self._checkpointer.load(self.run_files()[0], [])
 
     def run_files(self) -> list[str]:
         """The best model, a file or a folder."""
