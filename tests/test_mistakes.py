@@ -473,7 +473,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         TypeError,
         "Net'>. is not called",
     ),
-    (configured({"strategy": DDPStrategy}), TypeError, "a name or a LazyCall.*DDPStr"),
+    (
+        configured({"strategy": DDPStrategy}),
+        TypeError,
+        "DDPStrategy, or a LazyCall.*DDPStr",
+    ),
     (lambda: build_optimizer(FIXED_PARAMETERS, Net()), TypeError, "params.*generator"),
     # Lengths and periods
     (lambda: train(max_iter=None), ValueError, "max_iter=None"),

@@ -164,8 +164,8 @@ def test_4096_ranks_communicate_once_a_period_whatever_they_record(count: int) -
     # Before the first step: the names of the hooks, and a stop that was asked for already.
     assert seen.pop(0) == [*GATHERED, *NUMBERS]
     assert seen.pop(4) == NEW_NAMES
-    # Once the ranks compare their buffers and their first batches.
-    assert seen.pop(5) == GATHERED * 2
+    # Once the ranks compare their buffers, their weights and their first batches.
+    assert seen.pop(5) == GATHERED * 3
     assert seen == {
         i: NUMBERS if i % 5 == 4 else [] for i in range(1, 20) if i not in (4, 5)
     }
