@@ -1,0 +1,71 @@
+"""Print the table of docs/estimate.md: estimates beside the peaks of real trainings.
+
+python tests/tools/estimate_table.py
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from estimating import MODELS, configuration, real_peaks
+from loading import load_tool
+from tabulate import tabulate
+
+from gloo import run_ranks
+
+COMMON = ("train.accumulative_counts=2", "train.ema.enabled=True")
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("train.amp.enabled=True", "train.amp.dtype=bfloat16"),
+}
+UNITS = {"MLP": "Linear", "CNN": "Conv2d"}
+
+
+def settings(model: str, ranks: int, is_sharded: bool) -> list[str]:
+    """The changes of the configuration: samples for each rank, what is sharded and recomputed."""
+    unit = UNITS.get(model, "Block")
+    changes = [f"dataloader.train.total_batch_size={ranks * MODELS[model][2]}"]
+    if unit == "Block":
+        changes.append("train.activation_checkpointing=['Block']")
+    if is_sharded:
+        kind = "hooktrain.strategy.FSDPStrategy"
+        changes.append(f"train.strategy={{'_target_': '{kind}', 'wrap': ['{unit}']}}")
+    return changes
+
+
+def measured(
+    model: str, ranks: int, is_sharded: bool, precision: str
+) -> tuple[str, ...]:
+    """The real peak, the estimate, and how they differ."""
+    tool = load_tool("estimate")
+    changes = [*settings(model, ranks, is_sharded), *COMMON, *PRECISIONS[precision]]
+    with tool.pretended(ranks, "cpu") as (fakes, watch):
+        tool.Rank(configuration(model, *changes), fakes, watch).look()
+        peak = watch.peak
+    (real, _), *_ = run_ranks(real_peaks, ranks, model, *changes, limit_seconds=300.0)
+    return f"{real / 2**20:.2f}", f"{peak / 2**20:.2f}", f"{peak / real - 1:+.1%}"
+
+
+def main() -> None:
+    """Measure and print."""
+    rows = []
+    for model in MODELS:
+        for ranks, is_sharded in (
+            (1, False),
+            (2, False),
+            (2, True),
+            (4, False),
+            (4, True),
+        ):
+            row = [model, ranks, "sharded" if is_sharded else "whole"]
+            for precision in PRECISIONS:
+                row += measured(model, ranks, is_sharded, precision)
+            rows.append(row)
+    columns = ["MiB", "estimate", "differs"]
+    headers = ["model", "ranks", "", *(f"{p} {c}" for p in PRECISIONS for c in columns)]
+    print(tabulate(rows, headers, tablefmt="github"))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
