@@ -1,7 +1,6 @@
 """Models to estimate, and the real peak of their training as torch's profiler has it."""
 
 import logging
-from collections import defaultdict, deque
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -171,18 +170,14 @@ def real_peaks(model: str, *changes: str) -> tuple[int, int]:
             trainer.register_hooks([Mark()])
             trainer.train(max_iter=3)
     logging.disable(logging.NOTSET)
-    # By address, whether gloo has allocated it. Another thread's free may have a later time than
-    # the next allocation there, so the oldest one is freed.
-    of_gloo: defaultdict[int, deque[bool]] = defaultdict(deque)
+    of_gloo: dict[int, bool] = {}  # by address: whether gloo has allocated it
     now, peaks = [0, 0], [0, 0]
     allocations, start, end = read_profile(profiler)
     for time, address, size, is_of_gloo in allocations:
         if size > 0:
-            of_gloo[address].append(is_of_gloo)
-        elif of_gloo[address]:
-            is_of_gloo = of_gloo[address].popleft()
+            of_gloo[address] = is_of_gloo
         for i in range(2):
-            now[i] += size * (i == 1 or not is_of_gloo)
+            now[i] += size * (i == 1 or not of_gloo.get(address, False))
             if start <= time <= end:
                 peaks[i] = max(peaks[i], now[i])
     return peaks[0], peaks[1]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -58,7 +59,12 @@ def test_an_estimate_is_within_5_percent_of_the_real_peak(
 ) -> None:
     changes = (samples(model, ranks), *changes)
     rank, parts = look(configuration(model, *changes), ranks)
-    (real, _), *_ = run_ranks(real_peaks, ranks, model, *changes)
+    # With several threads the times of a profile may be out of order, and a buffer is miscounted.
+    measured = [
+        run_ranks(real_peaks, ranks, model, *changes)[0][0]
+        for _ in range(1 if ranks == 1 else 3)
+    ]
+    real = median(measured)
     assert rank.watch.peak == sum(parts.values())
     assert rank.watch.peak == pytest.approx(real, rel=0.05)
 
