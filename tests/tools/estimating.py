@@ -170,26 +170,23 @@ def real_peaks(model: str, *changes: str) -> tuple[int, int]:
             trainer.register_hooks([Mark()])
             trainer.train(max_iter=3)
     logging.disable(logging.NOTSET)
-    of_gloo: dict[int, bool] = {}  # by address: whether gloo has allocated it
+    own: dict[int, bool] = {}  # by address: whether gloo has allocated it
     now, peaks = [0, 0], [0, 0]
     allocations, start, end = read_profile(profiler)
     for time, address, size, is_of_gloo in allocations:
         if size > 0:
-            of_gloo[address] = is_of_gloo
+            own[address] = is_of_gloo
         for i in range(2):
-            now[i] += size * (i == 1 or not of_gloo.get(address, False))
+            now[i] += size * (i == 1 or not own.get(address, False))
             if start <= time <= end:
                 peaks[i] = max(peaks[i], now[i])
     return peaks[0], peaks[1]
 
 
 def read_profile(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], int, int]:
-    """The allocations in their order, and when iteration 2 began and ended.
-
-    What gloo allocates is inside of one of its operations, or in a thread of its own.
-    """
+    """The allocations in their order, and when iteration 2 began and ended."""
     allocations = []
-    start = end = main_thread = 0
+    start = end = 0
     stack = [
         (root, False)
         for root in profiler.profiler.kineto_results.experimental_event_tree()
@@ -198,15 +195,11 @@ def read_profile(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], int, 
         node, is_of_gloo = stack.pop()
         if node.tag == _EventType.Allocation:
             found = node.extra_fields
-            allocation = node.start_time_ns, found.ptr, found.alloc_size, is_of_gloo
-            allocations.append((allocation, node.start_tid))
+            allocations.append(
+                (node.start_time_ns, found.ptr, found.alloc_size, is_of_gloo)
+            )
         elif node.name == "iteration 2":
             start, end = node.start_time_ns, node.end_time_ns
-            main_thread = node.start_tid
         inside = is_of_gloo or node.name.startswith(("gloo:", "c10d::"))
         stack += [(child, inside) for child in node.children]
-    of_threads = [
-        (*allocation[:3], allocation[3] or thread != main_thread)
-        for allocation, thread in allocations
-    ]
-    return sorted(of_threads), start, end
+    return sorted(allocations), start, end

