@@ -73,6 +73,21 @@ def log_modes(model: nn.Module) -> None:
         logger.info("Layers that stay in evaluation mode: %s", outer[:10])
 
 
+def log_units(trainer: Any) -> None:
+    """Log what an iteration and an epoch are, which other trainers count in other ways."""
+    own = getattr(trainer.data_loader, "batch_size", None) or 0
+    total = own * comm.data_parallel_size()
+    size = getattr(trainer.data_loader, "total_batch_size", total)
+    if size and trainer.epoch_length:
+        logger.info(
+            "An iteration is one update with %d x %d samples of all ranks; an epoch is %d "
+            "iterations",
+            trainer.batches_per_step,
+            size,
+            trainer.epoch_length,
+        )
+
+
 def tell_of_early_gradients(trainer: Any) -> None:
     """Tell of a ``compute_loss`` that makes or frees gradients.
 

@@ -17,6 +17,7 @@ from hooktrain.engine.losses import NONFINITE_HINT
 from hooktrain.engine.preflight import (
     check_parts,
     log_modes,
+    log_units,
     set_modes,
     tell_of_early_gradients,
     trainable,
@@ -35,7 +36,6 @@ from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.strategy import warn_of_own_buffers
-from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.names import State, add_note, check_count, refuse_overrides
 from hooktrain.utils.periods import in_iterations
@@ -160,25 +160,11 @@ class ModelTrainer(TrainerBase):
         # When the run began; empty when that was looked at.
         self._first_versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
-            self._log_units()
+            log_units(self)
             tell_of_early_gradients(self)
             warn_of_equal_samples(self.data_loader)
             # The loader starts last, since it may draw random numbers as it starts.
             self._data_loader_iter.start()
-
-    def _log_units(self) -> None:
-        """Log what an iteration and an epoch are, which other trainers count in other ways."""
-        own = getattr(self.data_loader, "batch_size", None) or 0
-        total = own * comm.data_parallel_size()
-        size = getattr(self.data_loader, "total_batch_size", total)
-        if size and self.epoch_length:
-            logger.info(
-                "An iteration is one update with %d x %d samples of all ranks; an epoch is %d "
-                "iterations",
-                self.batches_per_step,
-                size,
-                self.epoch_length,
-            )
 
     def after_step(self) -> None:
         """Exchange metrics, call the hooks, and look for mistakes after each period."""

@@ -92,11 +92,10 @@ class JSONWriter(ScalarWriter):
         """Append all of the text or nothing, and return the new size of the file."""
         # There is no buffer, since one would write later what a full disk has refused. The file
         # is closed after each row, since some file systems send it to the server only then.
+        # The folder is made when it is missing, since making it before each row takes longer.
         try:
             file = open(self._path, "ab", buffering=0)  # noqa: SIM115
-        except (
-            FileNotFoundError
-        ):  # to make the folder before each row would take longer
+        except FileNotFoundError:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         with file:

@@ -8,29 +8,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from estimating import MODELS, configuration, real_peaks
+from estimating import BF16, MODELS, configuration, real_peaks, samples, sharded
 from loading import load_tool
 from tabulate import tabulate
 
 from gloo import run_ranks
 
 COMMON = ("train.accumulative_counts=2", "train.ema.enabled=True")
-PRECISIONS: dict[str, tuple[str, ...]] = {
-    "float32": (),
-    "bfloat16": ("train.amp.enabled=True", "train.amp.dtype=bfloat16"),
-}
+PRECISIONS: dict[str, tuple[str, ...]] = {"float32": (), "bfloat16": BF16}
 UNITS = {"MLP": "Linear", "CNN": "Conv2d"}
 
 
 def settings(model: str, ranks: int, is_sharded: bool) -> list[str]:
     """The changes of the configuration: samples for each rank, what is sharded and recomputed."""
     unit = UNITS.get(model, "Block")
-    changes = [f"dataloader.train.total_batch_size={ranks * MODELS[model][2]}"]
+    changes = [samples(model, ranks)]
     if unit == "Block":
         changes.append("train.activation_checkpointing=['Block']")
     if is_sharded:
-        kind = "hooktrain.strategy.FSDPStrategy"
-        changes.append(f"train.strategy={{'_target_': '{kind}', 'wrap': ['{unit}']}}")
+        changes.append(sharded(unit))
     return changes
 
 

@@ -121,6 +121,18 @@ MODELS = {
 }
 
 
+BF16 = ("train.amp.enabled=True", "train.amp.dtype=bfloat16")
+
+
+def sharded(*wrap: str) -> str:
+    kind = "hooktrain.strategy.FSDPStrategy"
+    return f"train.strategy={{'_target_': '{kind}', 'wrap': {list(wrap)}}}"
+
+
+def samples(model: str, ranks: int) -> str:
+    return f"dataloader.train.total_batch_size={ranks * MODELS[model][2]}"
+
+
 def configuration(model: str, *changes: str) -> Any:
     """The configuration of a model; its batch is one for each rank times the number of ranks."""
     described, shape, batch = MODELS[model]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from estimating import MODELS, Block, configuration, real_peaks
+from estimating import BF16, MODELS, Block, configuration, real_peaks, samples, sharded
 from loading import TOOLS, load_tool
 from torch import Tensor, nn
 
@@ -18,21 +18,11 @@ from processes import run_program
 
 tool = load_tool("estimate")
 
-BF16 = ("train.amp.enabled=True", "train.amp.dtype=bfloat16")
 TWO_PASSES = ("train.accumulative_counts=2", "train.clip_grad={'max_norm': 1.0}")
 EMA = ("train.ema.enabled=True",)
 RECOMPUTED = ("train.activation_checkpointing=['Block']",)
 
 Looked = tuple[Any, dict[str, int]]
-
-
-def sharded(*wrap: str) -> str:
-    kind = "hooktrain.strategy.FSDPStrategy"
-    return f"train.strategy={{'_target_': '{kind}', 'wrap': {list(wrap)}}}"
-
-
-def samples(model: str, ranks: int) -> str:
-    return f"dataloader.train.total_batch_size={ranks * MODELS[model][2]}"
 
 
 def look(cfg: Any, ranks: int = 1) -> Looked:
