@@ -75,9 +75,9 @@ def log_modes(model: nn.Module) -> None:
 
 def log_units(trainer: Any) -> None:
     """Log what an iteration and an epoch are, which other trainers count in other ways."""
-    own = getattr(trainer.data_loader, "batch_size", None) or 0
-    total = own * comm.data_parallel_size()
-    size = getattr(trainer.data_loader, "total_batch_size", total)
+    loader = trainer.data_loader
+    of_rank = getattr(loader, "batch_size", None) or 0
+    size = getattr(loader, "total_batch_size", of_rank * comm.data_parallel_size())
     if size and trainer.epoch_length:
         logger.info(
             "An iteration is one update with %d x %d samples of all ranks; an epoch is %d "
@@ -121,14 +121,10 @@ def warn_of_lost_calls(trainer: Any) -> None:
             "run_step does not call self.after_backward(), which %s may need", waiting
         )
     # Each backward pass into the same gradient raises its version. A freed one begins again.
-    parameters = trainer.model.parameters()
-    changes = min(
-        (p.grad._version for p in parameters if p.grad is not None), default=0
-    )
-    if (
-        "zero_grad" not in names_used(trainer.run_step)
-        and changes + 1 >= trainer.done - trainer.start_iter > 3
-    ):
+    gradients = (p.grad for p in trainer.model.parameters())
+    changes = min((grad._version for grad in gradients if grad is not None), default=0)
+    count = trainer.done - trainer.start_iter
+    if "zero_grad" not in names_used(trainer.run_step) and changes >= count - 1 > 2:
         logger.warning(
             "Gradients add up over all iterations: run_step must call "
             "self.optim_wrapper.zero_grad()"

@@ -89,8 +89,8 @@ def values_by_name(output: Any) -> dict[str, Tensor]:
         raise TypeError(
             "a model in training (or compute_loss) must return a loss or a dict of losses, tensors "
             f"of one element each and nothing else, not {types_of(output)!r:.300}. Hugging Face's "
-            "models need labels, those with train_step need StepTrainer, and what "
-            "is left out is left out of the data"
+            "models need labels, those with train_step need StepTrainer, and a "
+            "batch without a loss is to be left out of the data"
         )
     return values
 
