@@ -35,7 +35,7 @@ from hooktrain.utils.file_io import (
     sync,
     unlock_folder,
 )
-from hooktrain.utils.names import as_list, did_you_mean, states_of
+from hooktrain.utils.names import State, as_list, did_you_mean, states_of
 from hooktrain.utils.tensors import full_tensors
 
 # A launcher ends the other ranks 10 s after one has failed.
@@ -43,7 +43,6 @@ _GIVE_UP_SECONDS = 5.0
 # How long a failed run waits for an upload, which may be slow. The disk has the checkpoint.
 _UPLOAD_SECONDS = 60.0
 
-State = dict[str, Any]
 Names = Iterable[str] | None
 OnSaved = Callable[[str], object] | None
 OnFull = Callable[[OSError], object] | None

@@ -19,6 +19,7 @@ import torch
 from torch.utils.serialization import config
 
 from hooktrain.utils.file_io import AnyPath, atomic_write
+from hooktrain.utils.names import State
 from hooktrain.utils.tensors import is_sharded
 
 # The files by which a folder of shards is recognised.
@@ -66,7 +67,7 @@ def is_folder(path: AnyPath) -> bool:
     return any((path / name).is_file() for name in (STATE, MANIFEST))
 
 
-def save_file(state: dict[str, Any], path: AnyPath) -> None:
+def save_file(state: State, path: AnyPath) -> None:
     """Write a state to a file. A file of that name is replaced when the new one is on the disk.
 
     Args:
@@ -80,7 +81,7 @@ def save_file(state: dict[str, Any], path: AnyPath) -> None:
     write_file(storable(state), path)
 
 
-def write_file(state: dict[str, Any], path: AnyPath) -> None:
+def write_file(state: State, path: AnyPath) -> None:
     """Write a state that :func:`storable` has returned; see :func:`save_file`."""
     crc = config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
     with crc, atomic_write(path) as file:

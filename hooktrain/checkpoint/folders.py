@@ -46,7 +46,7 @@ from hooktrain.checkpoint.files import (
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
-from hooktrain.utils.names import dotted
+from hooktrain.utils.names import State, dotted
 from hooktrain.utils.tensors import (
     Keys,
     full_tensor,
@@ -82,7 +82,7 @@ numbers begin in the file.
 
 
 def save_folder(
-    state: dict[str, Any], folder: AnyPath, group: ProcessGroup | None = None
+    state: State, folder: AnyPath, group: ProcessGroup | None = None
 ) -> None:
     """Write a state to a folder that is there as a whole, or not at all. Collective.
 
@@ -187,7 +187,7 @@ def read_folder(
     folder: AnyPath,
     model: nn.Module | None = None,
     map_location: str | torch.device = "cpu",
-) -> dict[str, Any]:
+) -> State:
     """Read a folder that was verified. Not collective. Runs no code that a file may hold.
 
     Args:
@@ -216,7 +216,7 @@ def read_folder(
 
     folder = Path(folder)
     with reading(folder):
-        state: dict[str, Any] = load_file(folder / STATE, map_location)["state"]
+        state: State = load_file(folder / STATE, map_location)["state"]
         if torch.device(map_location).type != "meta":
             state = map_leaves(allocate, state)
             _read_tensors(tensors, folder)
@@ -274,7 +274,7 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
     return copied, used
 
 
-def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _split(state: State) -> tuple[State, dict[str, Tensor]]:
     """Take the tensors out of a state.
 
     Returns:

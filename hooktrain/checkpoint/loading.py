@@ -27,7 +27,7 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import dotted
+from hooktrain.utils.names import State, dotted
 from hooktrain.utils.tensors import Keys, map_leaves, shard_for, shard_like, shards_of
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 # The entry of a tensor takes some 80 of them.
 _ENDING_BYTES = 1 << 20
 
-State = dict[str, Any]
 Shape = tuple[int, ...]
 
 
@@ -248,7 +247,7 @@ def load_checkpoint(
     strict: bool = False,
     revise_keys: Sequence[tuple[str, str]] = (),
     key: str = "",
-) -> dict[str, Any]:
+) -> State:
     r"""Load a model from a file: of this package, detectron2, MMEngine, Lightning, or torch's own.
 
     The state of the model is under ``"model"`` or ``"state_dict"``, or the file is a bare state
@@ -285,10 +284,7 @@ def load_checkpoint(
 
 
 def load_model_state(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    strict: bool = False,
-    may_lack: Iterable[str] = (),
+    model: nn.Module, state: State, strict: bool = False, may_lack: Iterable[str] = ()
 ) -> IncompatibleKeys:
     """Load the tensors that fit by name and shape, and warn of the others.
 
@@ -350,9 +346,7 @@ def load_model_state(
 OF_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
 
 
-def _with_names_of(
-    in_model: Mapping[str, Any], state: Mapping[str, Any]
-) -> "OrderedDict[str, Any]":
+def _with_names_of(in_model: State, state: State) -> "OrderedDict[str, Any]":
     """A copy of a state, whose names differ from the model's by no name of a wrapper."""
     if state.keys() <= in_model.keys():
         return revise_names(state, ())
@@ -372,8 +366,8 @@ def _with_names_of(
 
 def _load(
     model: nn.Module,
-    state: Mapping[str, Any],
-    in_model: Mapping[str, Any],
+    state: State,
+    in_model: State,
     incorrect: list[tuple[str, Shape, Shape]],
 ) -> IncompatibleKeys:
     """Load a state. Only a load shows which names fit: modules rename those of older versions."""
@@ -421,7 +415,7 @@ def _describe(found: IncompatibleKeys) -> str:
 
 
 def revise_names(
-    state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]
+    state: State, revise_keys: Sequence[tuple[str, str]]
 ) -> "OrderedDict[str, Any]":
     r"""A copy of a state dict with each name revised by regular expressions, as of :func:`re.sub`.
 
@@ -446,9 +440,7 @@ def revise_names(
     return _renamed(state, rename)
 
 
-def _renamed(
-    state: Mapping[str, Any], rename: Callable[[str], str]
-) -> "OrderedDict[str, Any]":
+def _renamed(state: State, rename: Callable[[str], str]) -> "OrderedDict[str, Any]":
     """A copy with other names."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():

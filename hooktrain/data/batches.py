@@ -140,7 +140,7 @@ class Batches(Iterator[Any]):
             "drop_last, or it can be iterated only once"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The epoch, and the state of the loader if it has a ``state_dict``.
 
         It starts a loader that is not :class:`TrainLoader`. torchdata's would start itself

@@ -139,7 +139,7 @@ class TrainLoader:
         while True:
             yield list(islice(mine, share))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The position, and the values that identify the stream."""
         return {"batches": self.batches, **self._identity()}
 
@@ -177,7 +177,7 @@ class TrainLoader:
             self.sampler.seed = state_dict["sampler_seed"]
         self.batches = state_dict["batches"]
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> State:
         identity = {
             "seed": self.seed,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]

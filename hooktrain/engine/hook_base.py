@@ -100,7 +100,7 @@ class HookBase:
         """
         return ()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The state that a resumed run needs, in tensors and plain types."""
         return {}
 

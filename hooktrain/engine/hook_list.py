@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase
 from hooktrain.utils.names import State, did_you_mean, states_of
@@ -77,7 +77,7 @@ def describe(hooks: Iterable[HookBase]) -> str:
     return "\n".join(lines)
 
 
-def hook_states(hooks: Iterable[HookBase]) -> dict[str, Any]:
+def hook_states(hooks: Iterable[HookBase]) -> State:
     """The states of the hooks that have one, by their names."""
     states = states_of(named_hooks(hooks))
     return {key: state for key, state in states.items() if state}

@@ -358,7 +358,7 @@ class TrainerBase:
 
     # The state.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The state that a resumed run needs, in tensors and plain types.
 
         ``iteration`` is the last finished iteration, and -1 before the first.

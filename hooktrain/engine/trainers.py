@@ -195,7 +195,7 @@ class ModelTrainer(TrainerBase):
                 "the model is in evaluation mode: after model.eval() call model.train()"
             )
 
-    def record_losses(self, losses: State) -> None:
+    def record_losses(self, losses: Mapping[str, Any]) -> None:
         """Record the losses of an iteration: what a ``run_step`` of your own ends with.
 
         Call it before the update, so that a loss that is not finite changes no weight.
@@ -214,7 +214,7 @@ class ModelTrainer(TrainerBase):
 
     def _write_metrics(
         self,
-        loss_dict: State,
+        loss_dict: Mapping[str, Any],
         data_time: float,
         prefix: str = "",
         iter: int | None = None,
@@ -273,7 +273,7 @@ class ModelTrainer(TrainerBase):
                 f"{sorted(broken)[:10]}\n{NONFINITE_HINT}"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The state of the loop, of the optimizer, and the position in the data.
 
         Raises:
@@ -321,7 +321,7 @@ class ModelTrainer(TrainerBase):
             logger.info("The state has no optimizer, so the optimizer keeps its own")
 
 
-def _flat(state_dict: State) -> dict[str, Any]:
+def _flat(state_dict: State) -> State:
     """The state without the nesting of detectron2's DefaultTrainer, whose files load."""
     return {**state_dict.get("_trainer", {}), **state_dict}
 

@@ -139,7 +139,7 @@ class HistoryBuffer:
             newest_first.append(entry)
         return newest_first[::-1]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The last 1000 values, and the count and sum of the global average.
 
         Returns:

@@ -312,7 +312,7 @@ class EventStorage:
     def __exit__(self, *exc_info: object) -> None:
         _entered.set(_entered.get()[:-1])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The iteration and the last 1000 values of each metric, without images."""
         self._fetch_pending()
         return {

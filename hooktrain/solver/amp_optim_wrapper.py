@@ -118,7 +118,7 @@ class AmpOptimWrapper(OptimWrapper):
         self.count_skipped_update(skipped)
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """That of :class:`OptimWrapper`, and the scaler's."""
         state = super().state_dict()
         state["grad_scaler"] = self.grad_scaler.state_dict()

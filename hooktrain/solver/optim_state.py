@@ -32,7 +32,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: names[0] for names, _, parameter in walk_parameters(model)}
 
 
-def optimizer_state_dict(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+def optimizer_state_dict(optimizer: Optimizer, names: Names) -> State:
     """The state that torch gives, with names where torch has positions of parameters.
 
     ``{"kind": "SGD", "state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
@@ -56,7 +56,7 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     return {"kind": kind, **state, "state": by_name}
 
 
-def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> dict[str, Any]:
+def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
     """A state that was saved, in the form and with the keys of this optimizer.
 
     Args:
@@ -153,7 +153,7 @@ def warn_of_settings(
         )
 
 
-def without_schedules(state: State) -> dict[str, Any]:
+def without_schedules(state: State) -> State:
     """An optimizer's state, or several by name, without ``lr`` and other scheduled settings.
 
     Loaded, it leaves these as they are.

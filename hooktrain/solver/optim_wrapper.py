@@ -263,7 +263,7 @@ class OptimWrapper:
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The optimizer's state by the names of parameters, and the counters. No gradients."""
         if not self.should_update():
             logger.warning(

@@ -67,7 +67,7 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The state of each, by name."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 

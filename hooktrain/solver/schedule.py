@@ -11,11 +11,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from hooktrain.utils.names import State
 
 # A boundary between two values is reached a hair early, so that the rounding of
 # `step / max_iter` never delays it. A run of 1e9 steps moves on by more than this, so it
@@ -326,10 +327,10 @@ class LRMultiplier(LRScheduler):
             else:
                 group["lr"] = rate
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The number of the current step. The base rates are part of the optimizer's state."""
         return {"last_epoch": self.last_epoch}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Go to the saved step, and set the rates at once."""
         self.step(state_dict["last_epoch"])

@@ -14,8 +14,8 @@ import torch
 
 T = TypeVar("T")
 
-# What a state_dict() returns, for a load_state_dict(), which does not change it.
-State: TypeAlias = Mapping[str, Any]
+# What a state_dict() returns. A load_state_dict() does not change it.
+State: TypeAlias = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def add_note(error: Exception, note: str) -> None:
     getattr(error, "add_note", logger.error)(note)
 
 
-def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+def states_of(objects: Mapping[str, Any]) -> State:
     """The states of objects by name.
 
     Raises:

@@ -111,7 +111,7 @@ class TrainerBase(engine.TrainerBase):
         if self._trainer is not None:
             self._trainer.prepare_save()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The state that a resumed run needs; see the base class."""
         state = super().state_dict()
         if self._trainer is not None:
@@ -153,7 +153,7 @@ def _unlink(inner: Any) -> None:
     inner._hooks = [hook for hook in inner._hooks if not isinstance(hook, _OuterHooks)]
 
 
-def _for_inner(state_dict: State) -> dict[str, Any]:
+def _for_inner(state_dict: State) -> State:
     """The state for the inner trainer: the hooks in it are the outer one's.
 
     Files of detectron2 have the state of the inner trainer under ``"_trainer"``.

@@ -141,7 +141,7 @@ class _FixedScaler(GradScaler):
         super().update(self._init_scale)
 
 
-def with_our_names(state: State) -> dict[str, Any]:
+def with_our_names(state: State) -> State:
     """Rename MMEngine's entries in the state of an optimizer, or of several by name."""
     if "param_groups" not in state:
         return {name: with_our_names(one) for name, one in state.items()}

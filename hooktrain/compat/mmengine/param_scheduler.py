@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from hooktrain import solver
 from hooktrain.solver.param_groups import ParamGroup
+from hooktrain.utils.names import State
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ class _ParamScheduler:
         """The current value of each group."""
         return [float(group[self.param_name]) for group in self.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The current step and the values, not the arguments."""
         return {
             "param_name": self.param_name,
@@ -408,7 +409,7 @@ class _OfMMEngine:
                 # The state of the optimizer shows that they are scheduled.
                 group["initial_betas"] = group["betas"]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return {key: value for key, value in state.items() if not callable(value)}
 

@@ -37,9 +37,9 @@ from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.env import seed_step
 from hooktrain.utils.file_io import AnyPath, lock_folder, on_disk
 from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.names import State
 from hooktrain.utils.tensors import full_tensors
 
-State = dict[str, Any]
 Renames: TypeAlias = Sequence[tuple[str, str]]
 # A function that changes a checkpoint before it is written, or after it was read.
 Callback: TypeAlias = Callable[[State], object] | None
@@ -364,11 +364,7 @@ class BaseStrategy(strategy.BaseStrategy):
         return states.get("", states)
 
     def load_model_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        *,
-        strict: bool = False,
-        revise_keys: Renames = (),
+        self, state_dict: State, *, strict: bool = False, revise_keys: Renames = ()
     ) -> None:
         """Load what fits, and report what does not.
 
@@ -380,7 +376,7 @@ class BaseStrategy(strategy.BaseStrategy):
         state = revise_names(state_dict, revise_keys)
         load_model_state(unwrap_model(self.model), state, strict)
 
-    def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_optim_state_dict(self, state_dict: State) -> None:
         """Load what :meth:`optim_state_dict` returned."""
         self.optim_wrapper.load_state_dict(state_dict)
 

@@ -86,7 +86,7 @@ class EMA(HookBase):
         """Give the model the averaged weights inside a context, and then its raw ones back."""
         return self.average.swap(self._model)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the averaged weights and the number of updates."""
         return self.average.state_dict()
 
@@ -162,7 +162,7 @@ class PreciseBN(HookBase):
         with EventStorage(self.trainer.iter):
             update_bn_stats(self._model, self._batches, self._num_iter)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the position in the data, if the loader has one."""
         return self._batches.state_dict()
 

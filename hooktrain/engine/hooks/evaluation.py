@@ -433,7 +433,7 @@ class BestCheckpointer(HookBase):
         self.best_metric = self.best_iter = None
         self._follow_file()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The best value so far, of which metric and iteration; nothing before the first."""
         if self.best_metric is None:
             return {}
@@ -506,7 +506,7 @@ class EarlyStopping(HookBase):
                 f"in {self._waited} evaluations"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The best value and how long ago it was."""
         return {"best": self._best, "waited": self._waited}
 

@@ -274,7 +274,7 @@ class LRScheduler(HookBase):
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         return rates.index(mode(rates))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The schedulers' states, by the names of their optimizers."""
         if self._loaded or not self._schedulers:
             return dict(self._loaded)
