@@ -122,12 +122,6 @@ class Batches(Iterator[Any]):
                 self.epoch += 1
                 self._taken = 0
                 self._iterator = None
-            except (ConnectionError, EOFError) as error:
-                # torch names a worker that dies at another moment.
-                raise RuntimeError(
-                    "a worker of the data loader has died while it handed over a batch. If the "
-                    "kernel has killed it, its log says so: give it more memory"
-                ) from error
             else:
                 self._taken += 1
                 if len(self.first) < self._compared:

@@ -112,7 +112,7 @@ def _run_processes(
     ranks: range, variables: dict[str, str], work: tuple[Any, ...]
 ) -> None:
     """Start a process for each rank, and wait until all have ended."""
-    failure, code = "", 0
+    failure, code = "", 0  # a code below 0 is that of a signal
     with _passing_on_signals() as signals:
         context: ProcessContext = start_processes(
             _child, (ranks, variables, work), len(ranks), join=False
@@ -124,18 +124,18 @@ def _run_processes(
                 pass
         except ProcessException as error:
             failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
-            code = getattr(error, "exit_code", 0)  # below 0 for a signal
+            code = getattr(error, "exit_code", 0)
     for left in context.error_files:  # torch does not remove them
         Path(left).unlink(missing_ok=True)
-    if code > 0:
-        logger.info(failure)
-        raise SystemExit(code)
-    if signals and (failure or signal.SIGINT in signals):
-        # It has ended the processes, so let it end the parent too.
-        logger.error(failure)
-        signal.raise_signal(signals[0])
-    if failure:
+    if failure and code <= 0 and not signals:
         raise RuntimeError(failure)
+    if failure:  # what follows would not say which rank it was
+        logger.error(failure)
+    if code > 0:
+        raise SystemExit(code)
+    if failure or signal.SIGINT in signals:
+        # It has ended the processes, so let it end the parent too.
+        signal.raise_signal(signals[0])
 
 
 @contextmanager

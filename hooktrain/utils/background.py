@@ -21,10 +21,12 @@ class BackgroundWorker:
 
     Args:
         name: the name of the jobs in messages, and of the thread.
+        level: of the line in the log when a job fails.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, level: int = logging.ERROR) -> None:
         self.name = name
+        self._level = level
         self._thread: Thread | None = None
         self._error: BaseException | None = None
 
@@ -73,5 +75,7 @@ class BackgroundWorker:
         except (
             BaseException
         ) as error:  # submit() or wait() raises it in the caller's thread
-            logger.error("The background job %r failed: %r", self.name, error)
+            logger.log(
+                self._level, "The background job %r failed: %r", self.name, error
+            )
             self._error = error

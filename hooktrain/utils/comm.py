@@ -4,6 +4,7 @@ A single process is rank 0 of 1. All ranks must call the collective functions, i
 Otherwise the ranks wait for each other until the timeout.
 """
 
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -248,18 +249,16 @@ def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None
     return on_all_ranks(own, group)[0]  # type: ignore[no-any-return]
 
 
-def on_all_ranks_patiently(function: Callable[[], T]) -> list[T]:
+def on_all_ranks_patiently(function: Callable[[], object]) -> None:
     """Call a function that may take hours; see :func:`on_all_ranks`. Collective.
 
     The function runs in a thread while the ranks exchange a message every second, so neither the
     timeout of the process group nor a watchdog ends the run.
     """
-    outcome: list[T] = []
-    worker = BackgroundWorker("long work")
-    worker.submit(lambda: outcome.append(function()), daemon=True)
+    worker = BackgroundWorker("long work", logging.DEBUG)  # its error is raised here
+    worker.submit(function, daemon=True)
     while not all(on_all_ranks(partial(worker.wait, _BEAT_SECONDS))):
         timer.beat()
-    return all_gather(outcome[0])
 
 
 def _portable(error: Exception | None) -> Exception | None:

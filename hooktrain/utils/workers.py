@@ -35,25 +35,42 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
     Raises:
         TypeError: for a data set, which yields samples instead of batches.
+        RuntimeError: by the iterator, if a worker has died.
     """
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         raise TypeError(
             f"give a loader of batches, such as a DataLoader, not a {type(loader)}"
         )
-    if not isinstance(loader, DataLoader) or not hasattr(signal, "sigtimedwait"):
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return iter(loader)
+    if not hasattr(signal, "sigtimedwait"):
+        return _naming_the_dead(iter(loader))
     given = loader.worker_init_fn
     is_main_thread = threading.current_thread() is threading.main_thread()
     loader.worker_init_fn = partial(_init_worker, given, is_main_thread)
     others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _inherited(loader))
     try:
-        return iter(loader)
+        return _naming_the_dead(iter(loader))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         loader.worker_init_fn = given
         _workers.update(set(multiprocessing.active_children()) - others)
         _kill_at_exit(os.getpid())
+
+
+def _naming_the_dead(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, with a plain error if a worker dies while it hands one over."""
+    try:
+        yield from batches
+    except (ConnectionError, EOFError) as error:
+        # torch names a worker that dies at another moment, and the errors of samples.
+        if str(error).startswith("Caught "):
+            raise
+        raise RuntimeError(
+            "a worker of the data loader has died while it handed over a batch. If the kernel "
+            "has killed it, its log says so: give it more memory"
+        ) from error
 
 
 @cache  # once in each process, since children inherit neither

@@ -624,7 +624,10 @@ def test_of_two_machines_with_one_run_the_later_one_goes_on(
 
 
 def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_loss(
-    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = machine(tmp_path / "a", memory)
     save(first, 9)
@@ -639,6 +642,10 @@ def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_los
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", get_late)
     assert resumed(tmp_path / "b", memory) == 29
+    # Nothing is wrong with the run, so the log has no error.
+    told = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert [each.levelname for each in told] == ["WARNING"]
+    assert told[0].message.startswith("Passing over the checkpoint model_0000009.pth")
 
 
 def test_a_pointer_that_a_machine_that_still_trains_replaces_is_no_loss(

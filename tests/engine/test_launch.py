@@ -1,7 +1,9 @@
 """Starting processes, joining a launcher, and what happens when one fails or is asked to end."""
 
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -241,6 +243,24 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
         launch(die_in_rank_1_alone, 2)
 
 
+def die_in_an_exchange() -> None:
+    """Rank 1 is killed while the others wait for its metrics."""
+    comm.synchronize()
+    if comm.get_rank() == 1:
+        comm.max_and_sum(torch.ones(3), 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        comm.max_and_sum(torch.ones(3), 1)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_rank_that_is_killed_in_an_exchange_of_metrics_is_named_in_time() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 .* SIGKILL"):
+        launch(die_in_an_exchange, 3)
+    assert time.monotonic() - begin < 30  # not the 30 minutes of the process group
+
+
 @pytest.mark.usefixtures("forked")
 def test_an_exit_code_comes_back_when_the_other_ranks_have_ended(
     tmp_path: Path,
@@ -249,6 +269,44 @@ def test_an_exit_code_comes_back_when_the_other_ranks_have_ended(
         launch(exit_in_order, 2, args=(str(tmp_path),))
     assert caught.value.code == 75
     assert (tmp_path / "closed").exists()
+
+
+def exit_or_wait(code: int) -> None:
+    """Rank 1 ends with a code, or the parent gets a signal of that number."""
+    comm.synchronize()
+    if code < 0 and comm.get_rank() == 1:
+        os.kill(os.getppid(), -code)
+    if code < 0 or comm.get_rank() == 0:
+        time.sleep(10 * LIMIT_SECONDS)
+    sys.exit(code)
+
+
+def launch_without_logging(code: int, printed: Path) -> None:
+    logging.getLogger().handlers.clear()
+    sys.stderr = printed.open("w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    LAUNCH.start_processes = partial(start_processes, start_method="fork")  # type: ignore[attr-defined]
+    LAUNCH._GRACE_SECONDS = 0.1  # type: ignore[attr-defined]
+    try:
+        launch(exit_or_wait, 2, args=(code,))
+    except KeyboardInterrupt:
+        sys.exit(2)
+
+
+@pytest.mark.parametrize(
+    ("code", "of_parent", "said"),
+    [
+        (75, 75, r"rank 1 failed: .* exit code 75\n"),
+        (-signal.SIGTERM, -signal.SIGTERM, r"rank . failed: .* signal SIGTERM\n"),
+        (-signal.SIGINT, 2, ""),
+    ],
+)
+def test_without_logging_too_it_is_printed_which_rank_has_ended_how(
+    code: int, of_parent: int, said: str, tmp_path: Path
+) -> None:
+    printed = tmp_path / "printed"
+    assert end(start(launch_without_logging, code, printed)) == of_parent
+    assert re.fullmatch(said, printed.read_text())
 
 
 def wait_for_an_interrupt(folder: Path) -> None:

@@ -6,11 +6,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -22,6 +24,7 @@ from hooktrain.engine.hooks import CallbackHook, PeriodicCheckpointer
 from hooktrain.engine.hooks.preemption import Preemption
 from hooktrain.engine.hooks.watchdog import EXIT_HUNG, Watchdog
 from hooktrain.evaluation import inference_on_dataset
+from hooktrain.model import update_bn_stats
 from hooktrain.utils.workers import start_workers
 from processes import LIMIT_SECONDS, alive, end, start, wait_until
 from toys import LinearLoss
@@ -239,3 +242,61 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_signal(
     assert end(start(train_until_a_worker_is_shot, tmp_path, build)) == 0
     assert (tmp_path / "last_checkpoint").exists()
     assert not any(map(alive, workers(tmp_path)))
+
+
+def evaluate_until_a_worker_is_shot(folder: Path) -> None:
+    model = LinearLoss()
+    loader = build_test_loader(Shot(folder), num_workers=1)
+    told = "killed by signal: Killed|exited unexpectedly|while it handed over a batch"
+    with pytest.raises(RuntimeError, match=told):
+        inference_on_dataset(model, loader, None)
+
+
+def test_a_worker_of_an_evaluation_that_is_killed_ends_it_with_its_signal(
+    tmp_path: Path,
+) -> None:
+    assert end(start(evaluate_until_a_worker_is_shot, tmp_path)) == 0
+    assert not any(map(alive, workers(tmp_path)))
+
+
+class Severed(DataLoader[Any]):
+    """Its worker is killed after it has put the second batch into the queue."""
+
+    def __iter__(self) -> Any:
+        yield torch.ones(2, 4)
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda loader: list(islice(Batches(loader), 3)),
+        lambda loader: inference_on_dataset(LinearLoss(), loader, None),
+        lambda loader: update_bn_stats(nn.BatchNorm1d(4), loader, 3),
+    ],
+    ids=["training", "evaluation", "batch norm"],
+)
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_an_error_that_says_so(
+    read: Any,
+) -> None:
+    with pytest.raises(RuntimeError, match="while it handed over a batch") as caught:
+        read(Severed([], num_workers=1))
+    assert isinstance(caught.value.__cause__, ConnectionResetError)
+
+
+class Remote(Dataset[Any]):
+    """Its server closes the connection."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        raise ConnectionResetError("of the data's server")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_connection_that_a_sample_loses_is_not_taken_for_the_death_of_a_worker(
+    num_workers: int,
+) -> None:
+    with pytest.raises(ConnectionResetError, match="of the data's server"):
+        list(start_workers(DataLoader(Remote(), num_workers=num_workers)))
