@@ -66,7 +66,7 @@ class TrainLoader:
         dataset: the data set.
         sampler: the sampler, which gives the indices.
         total_batch_size: the number of samples in a batch of all ranks together.
-        seed: the seed of the stream.
+        seed: the seed of the stream; also that of the sampler, if it is a StreamSampler.
         adopt_seed: whether the seed was drawn, so that a loaded state brings its own.
         options: the options of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
@@ -150,11 +150,9 @@ class TrainLoader:
             ValueError: if the seed, the size of the data set or the batch size differ from the
                 saved ones, so that the position would be one in another stream.
         """
-        of_sampler = getattr(self.sampler, "adopt_seed", False)
-        drawn = {"seed": self.adopt_seed, "sampler_seed": of_sampler}
         for name, value in self._identity().items():
             saved = state_dict.get(name)
-            is_adopted = saved is not None and drawn.get(name)
+            is_adopted = name == "seed" and self.adopt_seed and saved is not None
             if saved != value and not is_adopted:
                 raise ValueError(
                     f"the position in the data is one of a stream with {name}={saved!r}, "
@@ -166,7 +164,7 @@ class TrainLoader:
     def load_state_dict(self, state_dict: State) -> None:
         """Continue at a saved position, with any number of ranks and workers.
 
-        Seeds that were drawn, not given, are replaced by the saved ones.
+        A seed that was drawn, not given, is replaced by the saved one.
 
         Raises:
             ValueError: see :meth:`check_state_dict`.
@@ -174,18 +172,15 @@ class TrainLoader:
         self.check_state_dict(state_dict)
         self.seed = state_dict["seed"]  # the same, if it was given
         if isinstance(self.sampler, StreamSampler):
-            self.sampler.seed = state_dict["sampler_seed"]
+            self.sampler.seed = self.seed
         self.batches = state_dict["batches"]
 
     def _identity(self) -> State:
-        identity = {
+        return {
             "seed": self.seed,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]
             "total_batch_size": self.total_batch_size,
         }
-        if isinstance(self.sampler, StreamSampler):
-            identity["sampler_seed"] = self.sampler.seed
-        return identity
 
 
 @contextmanager
@@ -282,14 +277,16 @@ def build_train_loader(
             divided among the ranks. Any other that is not a StreamSampler has to divide the data by
             itself, as ``DistributedSampler`` does. Indices are taken a thousand at a time.
         seed: any non-negative integer. It determines the order and the random numbers in a sample.
-            None draws one from torch's global generator of rank 0 (a collective).
+            None draws one from torch's global generator of rank 0 (a collective). A StreamSampler
+            has a seed of its own, which is taken.
         shuffle: False keeps the order of the data set, if there is no sampler.
         options: options of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
             ``drop_last`` makes a difference for an ``IterableDataset`` only.
 
     Raises:
-        ValueError: for an empty data set, a batch size that the ranks cannot share, or an option
-            that would decide on the batches too, such as ``shuffle``.
+        ValueError: for an empty data set, a batch size that the ranks cannot share, another seed
+            than that of the sampler, or an option that would decide on the batches too, such as
+            ``shuffle``.
         TypeError: for an unknown option.
     """
     world = comm.data_parallel_size()
@@ -314,11 +311,15 @@ def build_train_loader(
     if size < total_batch_size:
         text = "total_batch_size=%d is more than the %d samples, so a batch has some of them twice"
         logger.warning(text, total_batch_size, size)
-    adopt_seed = False
-    if seed is None:
-        seed = getattr(sampler, "seed", None)
-        adopt_seed = seed is None or getattr(sampler, "adopt_seed", False)
-    if seed is None:
+    adopt_seed = seed is None
+    if isinstance(sampler, StreamSampler):
+        if seed not in (None, sampler.seed):
+            raise ValueError(
+                f"{seed=} is not that of the sampler, {sampler.seed}: give the sampler its seed, "
+                "and none here"
+            )
+        seed, adopt_seed = sampler.seed, sampler.adopt_seed
+    elif seed is None:
         seed = draw_seed()
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
 

@@ -94,7 +94,7 @@ def take(loader: Any, count: int) -> Tensor:
     ("sampler", "expected"),
     [
         (None, TrainingSampler(10, seed=5)),
-        (TrainingSampler(10, seed=6), TrainingSampler(10, seed=6)),
+        (TrainingSampler(10, False, 5), [*range(10)] * 3),
         (SequentialSampler(range(10)), [*range(10)] * 3),  # one of torch's is repeated
     ],
 )
@@ -227,7 +227,6 @@ def test_a_position_in_another_stream_is_refused(
     [
         (lambda: None, None),
         (lambda: TrainingSampler(10), None),
-        (lambda: TrainingSampler(10), 5),
         (lambda: Repeated(10, most=1), None),
         (lambda: RandomSampler(range(10)), None),
     ],
@@ -282,6 +281,8 @@ def test_what_makes_batches_another_way_is_refused_with_the_way_to_go() -> None:
     batches: Any = BatchSampler(SequentialSampler(data), 2, drop_last=True)
     with pytest.raises(TypeError, match=r"one by one.*BatchSampler"):
         build_train_loader(data, total_batch_size=2, sampler=batches)
+    with pytest.raises(ValueError, match="seed=5.*6"):
+        make(sampler=TrainingSampler(10, seed=6))
     with pytest.raises(TypeError, match="'transform'") as error:
         build_train_loader(data, total_batch_size=2, transform=abs)
     assert "mapper is a function of each sample" in str(notes(error.value))
@@ -369,7 +370,7 @@ class Doubled(StreamSampler):
 def lengths_of_epochs() -> list[int]:
     samplers = [
         None,
-        Doubled(0),
+        Doubled(5),
         SubsetRandomSampler(range(6)),
         WeightedRandomSampler([1.0] * 10, 30),
         DistributedSampler(range(12), comm.get_world_size(), comm.get_rank()),
