@@ -1,6 +1,5 @@
 """A config as plain data for JSON, with dotted names for classes and functions."""
 
-import pkgutil
 from collections.abc import Iterator
 from enum import Enum
 from functools import partial
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from hooktrain.config.config_dict import ConfigDict
-from hooktrain.utils.names import importable_name
+from hooktrain.utils.names import importable_name, locate
 
 # The prefix of the string that is saved in place of an object that cannot be imported by name.
 NOT_SAVED = "NOT SAVED: "
@@ -43,8 +42,7 @@ def to_data(value: Any) -> Any:
         reduced: Any = value.__reduce_ex__(2)
         target, args = reduced[:2]
         return _call_data(target, *args)
-    name = _name(value, ":")
-    return _call_data(pkgutil.resolve_name, name)
+    return _call_data(locate, _name(value))
 
 
 def _dict_data(value: dict[Any, Any]) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def _dict_data(value: dict[Any, Any]) -> dict[str, Any]:
     data = {}
     for key, item in value.items():
         if key == named and callable(item):
-            data[key] = _name(item, ".")
+            data[key] = _name(item)
         else:
             data[key] = to_data(item)
     return data
@@ -68,10 +66,10 @@ def _call_data(target: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return _dict_data(call)
 
 
-def _name(value: Any, separator: str) -> str:
-    """The module of a class or function and its name in it, joined by the separator."""
+def _name(value: Any) -> str:
+    """The dotted name of a class or function; the prefix and its repr if it has none."""
     try:
-        return separator.join(importable_name(value))
+        return importable_name(value)
     except ValueError:
         return f"{NOT_SAVED}{value!r:.80}"
 

@@ -132,11 +132,11 @@ def locate(name: str) -> Any:
     return found
 
 
-def importable_name(obj: Any) -> tuple[str, str]:
-    """The shortest ``(module, name)`` at whose dotted name :func:`locate` finds ``obj``.
+def importable_name(obj: Any) -> str:
+    """The shortest dotted name by which :func:`locate` finds an object.
 
-    ``name`` is dotted for an object that is defined in a class. A public re-export is preferred:
-    ``("torch.optim", "SGD")``, although the class is defined in ``torch.optim.sgd``.
+    A public re-export is preferred: ``"torch.optim.SGD"``, although the class is defined in
+    ``torch.optim.sgd``.
 
     Args:
         obj: a class, function, class method or ``torch.dtype``.
@@ -146,17 +146,18 @@ def importable_name(obj: Any) -> tuple[str, str]:
             in a function, an ordinary instance.
     """
     if isinstance(obj, torch.dtype):
-        return "torch", str(obj).removeprefix("torch.")
+        return str(obj)
     home = getattr(obj, "__module__", None) or ""
     name = getattr(obj, "__qualname__", "")
     # The prefix of torch.tanh.__qualname__, for example.
     name = name.removeprefix("_VariableFunctionsClass.")
     modules = accumulate(home.split("."), "{}.{}".format)
     for module in modules:
-        found = pydoc.locate(f"{module}.{name}")
+        whole = f"{module}.{name}"
+        found = pydoc.locate(whole)
         # Each access to a class method makes a new object, so `is` would be False.
         if type(found) is type(obj) and found == obj:
-            return module, name
+            return whole
     raise ValueError(
         f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a "
         "class or function that is defined at the top of a module"

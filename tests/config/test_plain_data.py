@@ -92,7 +92,7 @@ def test_a_class_of_the_script_is_saved_by_its_name_and_told(
     keys = [message.split(",")[0] for message in caplog.messages]
     assert keys == [
         "The saved config has model._target_ = '__main__.Net'",
-        "The saved config has kind._args_ = ['__main__:Net']",
+        "The saved config has kind._args_ = ['__main__.Net']",
     ]
     assert type(instantiate(loaded.model)) is net
     assert instantiate(loaded.kind) is net

@@ -54,7 +54,7 @@ def test_an_attribute_goes_before_a_module_of_the_same_name(package: Path) -> No
     (package / "broken.py").write_text("import no_such_dependency\n")
     assert locate("located_pkg.train")() == 1
     assert locate("located_pkg.Helper.x") == 2
-    assert importable_name(locate("located_pkg.train")) == ("located_pkg", "train")
+    assert importable_name(locate("located_pkg.train")) == "located_pkg.train"
     with pytest.raises(ModuleNotFoundError, match="'no_such_dependency'"):
         locate("located_pkg.broken.Net")
 
@@ -84,7 +84,7 @@ def test_an_unknown_name_is_quoted(name: str) -> None:
     ],
 )
 def test_the_dotted_name_leads_back(obj: Any, expected: str) -> None:
-    assert ".".join(importable_name(obj)) == expected
+    assert importable_name(obj) == expected
     assert locate(expected) is obj
 
 
@@ -110,5 +110,5 @@ def test_what_cannot_be_imported_by_name_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="by name"):
             importable_name(obj)
-    assert importable_name(Outer.build) == (__name__, "Outer.build")
+    assert importable_name(Outer.build) == f"{__name__}.Outer.build"
     assert isinstance(locate(f"{__name__}.Outer.build")(), Outer)
