@@ -20,7 +20,7 @@ from torch.utils.serialization import config
 
 from hooktrain.utils.file_io import AnyPath, atomic_write
 from hooktrain.utils.names import State
-from hooktrain.utils.tensors import is_sharded
+from hooktrain.utils.tensors import Device, is_sharded
 
 # The files by which a folder of shards is recognised.
 MANIFEST = "manifest.pth"
@@ -113,7 +113,7 @@ def verify_file(path: AnyPath) -> None:
             raise CorruptCheckpointError(f"{path} is no intact checkpoint: {problem}")
 
 
-def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
+def load_file(path: AnyPath, map_location: Device = "cpu") -> Any:
     """Verify a file, then load it without running any code that it may hold.
 
     Args:
@@ -130,7 +130,7 @@ def load_file(path: AnyPath, map_location: str | torch.device = "cpu") -> Any:
 
 
 def load_verified(
-    path: AnyPath, map_location: str | torch.device = "cpu", *, mapped: bool = False
+    path: AnyPath, map_location: Device = "cpu", *, mapped: bool = False
 ) -> Any:
     """Load a file that has been verified; see :func:`load_file`.
 
@@ -157,7 +157,7 @@ def _is_safetensors(path: AnyPath) -> bool:
     return ".safetensors" in Path(path).name  # also in the temporary name of a download
 
 
-def _load_safetensors(path: AnyPath, map_location: str | torch.device) -> Any:
+def _load_safetensors(path: AnyPath, map_location: Device) -> Any:
     """The tensors of a file of that format, which stay in the mapped file."""
     from safetensors import torch as safetensors
 

@@ -48,6 +48,7 @@ from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 from hooktrain.utils.names import State, dotted
 from hooktrain.utils.tensors import (
+    Device,
     Keys,
     full_tensor,
     is_sharded,
@@ -184,9 +185,7 @@ def verify_folder(
 
 
 def read_folder(
-    folder: AnyPath,
-    model: nn.Module | None = None,
-    map_location: str | torch.device = "cpu",
+    folder: AnyPath, model: nn.Module | None = None, map_location: Device = "cpu"
 ) -> State:
     """Read a folder that was verified. Not collective. Runs no code that a file may hold.
 

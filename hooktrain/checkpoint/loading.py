@@ -28,7 +28,14 @@ from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.names import State, dotted
-from hooktrain.utils.tensors import Keys, map_leaves, shard_for, shard_like, shards_of
+from hooktrain.utils.tensors import (
+    Device,
+    Keys,
+    map_leaves,
+    shard_for,
+    shard_like,
+    shards_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +78,7 @@ class CheckpointFile:
             verify_file(self.path)
 
     def read(
-        self,
-        model: nn.Module | None,
-        map_location: str | torch.device = "cpu",
-        key: str = "",
+        self, model: nn.Module | None, map_location: Device = "cpu", key: str = ""
     ) -> State:
         """Load the verified file, with the model's state under ``"model"``. Not collective.
 
@@ -104,10 +108,7 @@ class CheckpointFolder(CheckpointFile):
         verify_folder(self.path, part, parts, sizes_only=sizes_only)
 
     def read(
-        self,
-        model: nn.Module | None,
-        map_location: str | torch.device = "cpu",
-        key: str = "",
+        self, model: nn.Module | None, map_location: Device = "cpu", key: str = ""
     ) -> State:
         """Load the verified folder. If the model is sharded, a rank reads its shards only."""
         from hooktrain.checkpoint.folders import read_folder
@@ -136,9 +137,7 @@ def open_checkpoint(path: str) -> CheckpointFile:
     return CheckpointFile(path, seen_as, ending)
 
 
-def read_checkpoint(
-    path: str, map_location: str | torch.device = "cpu", key: str = ""
-) -> State:
+def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> State:
     """Verify and load a file or a folder; the result has the model's state under ``"model"``.
 
     The files of MMEngine and Lightning have that under ``"state_dict"``. A bare state dict (tensors
@@ -243,7 +242,7 @@ class IncompatibleKeys(NamedTuple):
 def load_checkpoint(
     model: nn.Module,
     filename: AnyPath,
-    map_location: str | torch.device = "cpu",
+    map_location: Device = "cpu",
     strict: bool = False,
     revise_keys: Sequence[tuple[str, str]] = (),
     key: str = "",

@@ -19,7 +19,13 @@ from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import add_note, did_you_mean, names_used
-from hooktrain.utils.tensors import compute_device, is_sharded, mover_to, to_device
+from hooktrain.utils.tensors import (
+    Device,
+    compute_device,
+    is_sharded,
+    mover_to,
+    to_device,
+)
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -455,7 +461,7 @@ def computes_together(model: nn.Module) -> bool:
 
 
 def in_step(
-    data_loader: Iterable[Any], device: torch.device | str = "cpu"
+    data_loader: Iterable[Any], device: Device = "cpu"
 ) -> Iterator[tuple[Any, bool]]:
     """The batches of this rank, and then stand-ins as long as another rank has batches.
 

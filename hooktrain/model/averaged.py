@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.utils.tensors import local_tensor
+from hooktrain.utils.tensors import Device, local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,7 @@ class BaseAveragedModel(nn.Module):
     steps: Tensor
 
     def __init__(
-        self,
-        model: nn.Module,
-        interval: int = 1,
-        device: torch.device | str | None = None,
+        self, model: nn.Module, interval: int = 1, device: Device | None = None
     ) -> None:
         super().__init__()
         self.interval = interval
@@ -181,7 +178,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
         model: nn.Module,
         momentum: float = 0.0002,
         interval: int = 1,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         *,
         warmup: bool = False,
     ) -> None:

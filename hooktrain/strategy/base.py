@@ -15,7 +15,7 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import checksum
+from hooktrain.utils.tensors import Device, checksum
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class BaseStrategy:
     def __init__(
         self,
         *,
-        device: str | torch.device | None = None,
+        device: Device | None = None,
         sync_bn: str | None = None,
         activation_checkpointing: WrapRule = (),
         ddp: Mapping[str, Any] | None = None,

@@ -20,6 +20,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_all_rng
+from hooktrain.utils.tensors import Device
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +286,7 @@ def _leave_at_exit() -> None:
         time.sleep(0.1)
 
 
-def choose_device(wanted: str | torch.device | None = None) -> torch.device:
+def choose_device(wanted: Device | None = None) -> torch.device:
     """The device of this process; an accelerator becomes the current one.
 
     Args:

@@ -19,6 +19,9 @@ from torch.nn.parameter import is_lazy
 from hooktrain.utils import comm
 from hooktrain.utils.names import dotted
 
+# A device, or its name.
+Device = str | torch.device
+
 Keys = tuple[Any, ...]
 """The keys, indices and names of fields that lead to a leaf of nested containers."""
 
