@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import compute_device, local_tensor, shard_like
+from hooktrain.utils.tensors import compute_device, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -58,8 +58,8 @@ def shard_model(
             them again for the backward pass. False takes more memory and communicates
             less.
         mesh: the ranks, in one dimension, or in two to shard over the second and
-            replicate over the first: then all replicas get the values of the first one.
-            None takes all ranks, on the accelerator, or on the CPU if there is none.
+            replicate over the first. None takes all ranks, on the accelerator, or on the
+            CPU if there is none.
         values: for a model on the meta device, on the first rank the values of all
             parameters and buffers, of :func:`take_values`; on the others anything. A rank
             gets memory for its shards, and for one whole tensor at a time.
@@ -102,10 +102,6 @@ def shard_model(
         )
     if values is not None:
         _fill(model, values, offload)
-    elif mesh is not None and mesh.ndim > 1:
-        for _, tensor in _named_tensors(model):  # replicas may have begun apart
-            local = local_tensor(tensor.detach())
-            dist.broadcast(local, group=mesh.get_group(0), group_src=0)
     return model
 
 

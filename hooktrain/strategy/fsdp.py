@@ -65,7 +65,7 @@ class FSDPStrategy(BaseStrategy):
         ValueError: in :meth:`setup`, if ``mesh`` has an unknown dimension or does not fit the
             number of ranks; in :meth:`wrap_model`, if ``wrap`` or ``parallelize`` does not fit
             the model.
-        RuntimeError: in :meth:`wrap_model`, without a process group.
+        RuntimeError: in :meth:`setup`, without a process group.
     """
 
     mesh: DeviceMesh
@@ -102,7 +102,9 @@ class FSDPStrategy(BaseStrategy):
     def _join_processes(self) -> None:
         super()._join_processes()
         if not self.distributed:
-            return
+            raise RuntimeError(
+                "FSDPStrategy needs processes: start them by torchrun or launch()"
+            )
         size = self.world_size
         sizes = {**self.mesh_sizes}
         sizes.setdefault("shard", size // math.prod(sizes.values()))
@@ -138,10 +140,6 @@ class FSDPStrategy(BaseStrategy):
 
         if isinstance(model, FSDPModule):
             return model
-        if not self.distributed:
-            raise RuntimeError(
-                "FSDPStrategy needs processes: start them by torchrun or launch()"
-            )
         model = self.convert_model(model)
         values = None
         if self.deferred_init:
