@@ -20,7 +20,7 @@ BEFORE = [
 
 
 def run(folder: Path, recipe: str, then: str) -> str:
-    before = [block.partition("\n\ntorch.manual_seed")[0] for block in BEFORE]
+    before = [block.partition("\n\nmodel = build_strategy")[0] for block in BEFORE]
     before = [block.partition("\n\nresults =")[0] for block in before]
     script = write(folder, "\n\n".join([*before, BLOCKS[recipe], then]))
     done = run_program(script, folder=folder)

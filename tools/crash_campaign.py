@@ -135,7 +135,7 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 
 def proof_problem(said: str) -> str:
     """What is wrong with what the resumes of a try have said of the rows they computed again."""
-    _, cut, of_last = said.rpartition("cut, computed again and compared: ")
+    _, cut, of_last = said.rpartition("which this run computes again and compares: ")
     if "Not resumed exactly" in said:
         return "a resume found rows that differ"
     count = re.match("[1-9][0-9]*", of_last)

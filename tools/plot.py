@@ -353,6 +353,8 @@ def main(arguments: list[str] | None = None) -> int:
         if is_text:
             columns, _ = shutil.get_terminal_size()
             print(clear + text(panels, title, args.log, columns))
+            if not args.text:
+                print("\nA picture needs matplotlib: pip install 'hooktrain[plot]'")
         else:
             picture(panels, title, path, args.log, args.watch)
             print(path)

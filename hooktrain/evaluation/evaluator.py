@@ -429,8 +429,9 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
 
 def _tell(done: int, seconds: float) -> None:
     logger.info(
-        "Evaluated %d batches in %s (%.4f s each)",
+        "Evaluated %d %s in %s (%.4f s each)",
         done,
+        "batch" if done == 1 else "batches",
         pretty_seconds(seconds),
         seconds / max(1, done),
     )

@@ -30,7 +30,7 @@ OF_THE_MACHINE = re.compile(
     re.IGNORECASE,
 )
 
-_CUT = "Rows of %s newer than the checkpoint, cut, computed again and compared: %d"
+_CUT = "Rows of %s after the checkpoint, which this run computes again and compares: %d"
 _LOST = "METRICS ARE LOST: %s has %d of %d bytes"
 _EXACT = "Resumed exactly: %d rows computed again are equal"
 _NOT_EXACT = (

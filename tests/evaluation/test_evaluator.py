@@ -425,6 +425,14 @@ def test_progress_lines_come_every_five_seconds(
     ]
 
 
+def test_a_single_batch_is_told_as_one(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, LOGGER):
+        inference_on_dataset(double, [1], None)
+    assert caplog.messages == ["Evaluated 1 batch in 0:00:00 (0.0000 s each)"]
+
+
 def _evaluate_own_share() -> list[Any]:
     """Rank 0 has three batches and rank 1 none; the model would exchange buffers in DDP."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))

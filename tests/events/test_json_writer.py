@@ -206,7 +206,7 @@ def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one_and_says_so(
         run(path, checkpoint + 1, 100, storage)
     assert path.read_text() == whole.read_text()
     exact = [f"Resumed exactly: {cut} rows computed again are equal"] if cut else []
-    told = f"Rows of {path} newer than the checkpoint, cut, computed again and compared: {cut}"
+    told = f"Rows of {path} after the checkpoint, which this run computes again and compares: {cut}"
     assert [m for m in caplog.messages if "incomplete" not in m] == [told, *exact]
 
 
@@ -250,7 +250,7 @@ def test_the_first_value_that_differs_after_a_resume_is_named_without_blame(
     assert [m for m in caplog.messages if "Not" in m] == []
     caplog.clear()
     resumed(path, "loss")
-    assert caplog.messages[0].endswith("compared: 21")
+    assert caplog.messages[0].endswith("compares: 21")
     (warning,) = caplog.messages[1:]
     assert "mean_loss of iteration 17 is 0.500000001, and was 0.5 before" in warning
     assert "configuration" in warning

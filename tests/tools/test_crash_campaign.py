@@ -171,5 +171,5 @@ def test_a_resume_proves_itself_to_the_campaign_unless_a_weight_was_bent(
         assert bool(tool.proof_problem(said)) == (bend > 0)
         log.unlink()
     assert "not proved 2 rows" in tool.proof_problem(
-        "rows that are cut, computed again and compared: 2\n"
+        "rows after the checkpoint, which this run computes again and compares: 2\n"
     )

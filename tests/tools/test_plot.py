@@ -241,6 +241,20 @@ def test_in_a_terminal_it_is_drawn_by_characters() -> None:
     assert results.splitlines()[1] == "        99 +          *"
 
 
+@pytest.mark.parametrize("options", [[], ["--text"]])
+def test_without_matplotlib_it_says_what_a_picture_needs(
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert plot.main([str(run), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "* total_loss" in printed
+    assert ("pip install 'hooktrain[plot]'" in printed) == (not options)
+
+
 def test_of_equal_lines_the_first_one_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

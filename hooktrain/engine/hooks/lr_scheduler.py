@@ -168,10 +168,10 @@ class LRScheduler(HookBase):
                     scheduler.T_max,
                 )
             logger.info(
-                "%s steps every %d iterations, %d times in this run (by_epoch=%s)",
+                "%s takes %d steps in this run; iterations per step: %d (by_epoch=%s)",
                 type(scheduler).__name__,
-                period,
                 steps,
+                period,
                 self._by_epoch,
             )
         self.drive(scheduler, optimizer, "lr")

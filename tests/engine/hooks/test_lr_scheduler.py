@@ -80,7 +80,10 @@ def test_the_log_says_how_often_a_scheduler_of_torch_steps(
     with caplog.at_level(logging.INFO, "hooktrain"):
         trainer.train(0, 4)
     assert recorded(trainer) == ([1, 1, 1, 0.5] if by_epoch else [1, 0.5, 0.25, 0.125])
-    told = f"ExponentialLR steps every {3 if by_epoch else 1} iterations"
+    steps, period = (1, 3) if by_epoch else (4, 1)
+    told = (
+        f"ExponentialLR takes {steps} steps in this run; iterations per step: {period}"
+    )
     assert [text for text in caplog.messages if text.startswith(told)]
 
 
@@ -108,7 +111,8 @@ def test_the_log_says_how_many_steps_a_scheduler_takes_and_if_a_cosine_goes_up_a
     trainer.register_hooks([LRScheduler(scheduler=made, by_epoch=by_epoch)])
     with caplog.at_level(logging.INFO, "hooktrain"):
         trainer.train(0, 6)
-    assert f", {steps} times in this run (by_epoch={by_epoch})" in caplog.text
+    assert f" takes {steps} steps in this run" in caplog.text
+    assert f"(by_epoch={by_epoch})" in caplog.text
     assert ("goes up again after T_max=2 steps" in caplog.text) is is_wave
 
 
