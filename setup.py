@@ -49,6 +49,13 @@ TOOLS = [
 ]
 # What only the site needs of docs/, whose pages a user of the package can read too.
 OF_THE_SITE = ["__pycache__", "_static", "conf.py", "reference"]
+# Documents of the root, and the pages of the site that stand for them.
+OF_THE_ROOT = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 
 
 def project_urls(url):
@@ -68,8 +75,6 @@ class BuildWithScripts(build_py):
         if self.editable_mode:
             return
         package = Path(self.build_lib, "hooktrain")
-        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
-            shutil.copy(ROOT / name, package)
         unwanted = shutil.ignore_patterns("__pycache__")
         for name in ("configs", "examples"):
             copy = package / name
@@ -77,6 +82,9 @@ class BuildWithScripts(build_py):
         unwanted = shutil.ignore_patterns(*OF_THE_SITE)
         docs = package / "docs"
         shutil.copytree(ROOT / "docs", docs, ignore=unwanted, dirs_exist_ok=True)
+        for name, page in OF_THE_ROOT.items():
+            shutil.copy(ROOT / name, package)
+            (docs / page).unlink()
         (package / "tools").mkdir(exist_ok=True)
         for tool in TOOLS:
             shutil.copy(ROOT / "tools" / tool, package / "tools")

@@ -51,6 +51,18 @@ def test_the_documents_have_many_links() -> None:
     assert len(links) > 60
 
 
+def test_the_chapters_of_the_code_are_as_long_as_they_are_said_to_be() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    said = r"some ([\d,]+) lines.*?:\n\n\| File.*?\n((?:\|.*\n)+)"
+    chapters = re.findall(said, text)
+    assert len(chapters) == 2
+    for lines, table in chapters:
+        files = re.findall(r"^\| `(.+?)`", table, re.MULTILINE)
+        found = [(ROOT / "hooktrain" / file).read_text().count("\n") for file in files]
+        assert sum(found) == pytest.approx(int(lines.replace(",", "")), rel=0.03)
+    assert f"of some {chapters[0][0]} lines" in (ROOT / "README.md").read_text()
+
+
 def test_the_documents_that_the_code_names_exist() -> None:
     sources = [
         path

@@ -25,6 +25,9 @@ TOOLS = {
     *("follow.py", "estimate.py"),
     *("from_detectron2.sed", "from_mmengine.sed"),
 }
+OF_THE_ROOT = "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"
+# Pages of docs/ that only the site needs; three of them stand for a document of the root.
+OF_THE_SITE = {"conf.py", "index.md", *map(str.lower, OF_THE_ROOT)}
 WRITTEN_BY_A_BUILD = "PKG-INFO", "setup.cfg", "hooktrain.egg-info/*"
 
 
@@ -97,11 +100,11 @@ def test_the_files_of_the_wheel_are_those_of_the_repository(wheel: Path) -> None
         for name, content in files_below(ROOT / folder).items():
             expected[f"hooktrain/{folder}/{name}"] = content
     for name, content in files_below(ROOT / "docs").items():
-        if name != "conf.py" and not name.startswith(("_static", "reference")):
+        if name not in OF_THE_SITE and not name.startswith(("_static", "reference")):
             expected[f"hooktrain/docs/{name}"] = content
     for name in TOOLS:
         expected[f"hooktrain/tools/{name}"] = (ROOT / "tools" / name).read_bytes()
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+    for name in OF_THE_ROOT:
         expected[f"hooktrain/{name}"] = (ROOT / name).read_bytes()
     assert packed == expected
 
@@ -111,13 +114,15 @@ def test_the_documents_of_the_wheel_link_to_files_of_the_wheel(
 ) -> None:
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
-    pages = [tmp_path / "hooktrain/README.md", *tmp_path.rglob("docs/**/*.md")]
+    package = tmp_path / "hooktrain"
+    pages = [*package.glob("*.md"), *package.glob("docs/**/*.md")]
     links = [
         (page, link)
         for page in pages
         for link in re.findall(r"\]\(((?!https?:|#)[\w./-]+)[#)]", page.read_text())
     ]
     assert len(links) > 60
+    assert [page.name for page in pages if len(page.read_text()) < 500] == []
     assert [link for page, link in links if not (page.parent / link).exists()] == []
 
 
