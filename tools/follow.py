@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,15 @@ from typing import Any
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError, load_model_state
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import (
-    POINTER,
     checkpoint_names,
     iteration_in_name,
     pointed_iteration,
+    pointed_name,
 )
 from hooktrain.checkpoint.store import Entry, Store
 from hooktrain.engine import default_setup, hooks
 from hooktrain.engine.build import build_evaluation, prepare_model
-from hooktrain.engine.hooks.evaluation import check_mode, is_better
+from hooktrain.engine.hooks.evaluation import is_better
 from hooktrain.engine.hooks.preemption import STOP_FILE
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events import EventStorage, load_json_metrics
@@ -76,18 +75,19 @@ class Found:
 def in_folder(folder: Path) -> list[Found]:
     """The checkpoints of a run in its output folder, up to the one that the pointer names.
 
-    Those behind it are of another run, or not yet complete in all parts.
+    Those behind it are of another run, or not yet complete in all parts. The final one is among
+    them even if it is deleted, since then the run is over.
     """
-    pointed = ""
-    with suppress(FileNotFoundError):
-        pointed = os.path.basename((folder / POINTER).read_text().strip())
+    pointed = pointed_name(folder)
     if not pointed:
         return []
     last = pointed_iteration(folder, pointed)
     if last is None:  # another library has written it
         last = read_checkpoint(str(folder / pointed), "meta")["iteration"]
-    found = [Found(last, pointed)]
-    for name in checkpoint_names(folder):
+    names = checkpoint_names(folder)
+    newest = Found(last, pointed)
+    found = [newest] if newest.is_final or pointed in names else []
+    for name in names:
         iteration = iteration_in_name(name)
         if iteration is not None and iteration < last:
             found.append(Found(iteration, name))
@@ -113,7 +113,7 @@ class Follower:
         self.reading = self.folder / "reading"
         self.takes_all, self.poll, self.patience = args.all, args.poll, args.patience
         self.metric: str | None = train.best_metric
-        self.mode = check_mode(train.best_mode, self.metric) if self.metric else ""
+        self.mode: str = train.best_mode
         if self.patience is not None and not self.metric:
             raise ValueError("--patience needs train.best_metric and train.best_mode")
         on_main_process(self._claim_folder)
@@ -123,10 +123,10 @@ class Follower:
         self.evaluation = build_evaluation(cfg, self.model, self.ema)
         sharded = train.checkpointer.sharded or strategy.saves_shards
         self.checkpointer = Checkpointer(self.model, self.folder, sharded=sharded)
+        self.best = self._keeper_of_best() if self.metric else None
         self.rows: list[Row] = []
-        self.best: Row = {}  # as in the file of the best model
-        if comm.is_main_process():
-            self._read_records()
+        if comm.is_main_process() and (self.folder / "metrics.json").exists():
+            self.rows = load_json_metrics(self.folder / "metrics.json")
         self.passed_over: set[str] = set()  # the names of broken checkpoints
         self.has_looked = False
         self.has_asked = False
@@ -136,18 +136,15 @@ class Follower:
         lock_folder(self.folder)
         shutil.rmtree(self.reading, ignore_errors=True)
 
-    def _read_records(self) -> None:
-        """Read which checkpoints are done, and the best value so far."""
-        path = self.folder / "metrics.json"
-        if path.exists():
-            self.rows = load_json_metrics(path)
-        for name in {"model_best", "model_best.pth"}.intersection(
-            checkpoint_names(self.folder)
-        ):
-            with suppress(CorruptCheckpointError):  # the next best replaces it
-                best = read_checkpoint(str(self.folder / name), "meta").get("best", {})
-                if best.get("metric") == self.metric:
-                    self.best = best
+    def _keeper_of_best(self) -> hooks.BestCheckpointer:
+        """The hook by which a run keeps its best model, here without a trainer."""
+        assert self.metric is not None
+        ema = self.ema if self.metric.startswith("ema/") else None
+        best = hooks.BestCheckpointer(
+            self.checkpointer, self.metric, self.mode, ema=ema
+        )
+        best.read_best()
+        return best
 
     def follow(self) -> None:
         """Evaluate until the final checkpoint of the run is done. Collective."""
@@ -160,9 +157,11 @@ class Follower:
             else:
                 self._evaluate(found)
         logger.info("The final checkpoint of the run is evaluated, and all is done")
-        if self.best:
-            text = "The best %s is %.4g, of iteration %d, in %s"
-            logger.info(text, *self.best.values(), self.folder)
+        if self.best and self.best.best_metric is not None:
+            best, text = self.best, "The best %s is %.4g, of iteration %d, in %s"
+            logger.info(
+                text, self.metric, best.best_metric, best.best_iter, self.folder
+            )
 
     def _choose(self) -> tuple[Found | None, bool]:
         """The checkpoint to evaluate next, if there is one, and whether all is done."""
@@ -225,8 +224,8 @@ class Follower:
         storage.put_results(results, iteration)
         histories = storage.histories().items()
         row = {name: h.latest() for name, h in histories if h.result in results}
-        if self.metric:
-            self._keep_best(content, results)
+        if self.best:
+            self._keep_best(self.best, content, results)
         if comm.is_main_process():
             self._write({**row, "iteration": iteration})
 
@@ -297,8 +296,9 @@ class Follower:
         return target
 
     def _is_gone(self, found: Found) -> bool:
+        """Whether the run has deleted a checkpoint, which it never does to a final one."""
         if found.entry is None:
-            return not (self.run / found.name).exists()
+            return not found.is_final and not (self.run / found.name).exists()
         return found not in self._in_store()
 
     def _check_run(self, run_id: str | None) -> None:
@@ -312,24 +312,20 @@ class Follower:
                 f"{self.folder} has the rows of another run: give another folder by --eval-dir"
             )
 
-    def _keep_best(self, content: Row, results: dict[str, float]) -> None:
+    def _keep_best(
+        self, best: hooks.BestCheckpointer, content: Row, results: dict[str, float]
+    ) -> None:
         """Save the model if the metric has its best value so far. Collective."""
-        metric, iteration = self.metric, content["iteration"]
-        assert metric is not None
+        metric = self.metric
         if metric not in results:
             raise ValueError(
                 f"the evaluation gives no {metric!r}, which is train.best_metric"
-                f"{did_you_mean(metric, results)}"
+                f"{did_you_mean(str(metric), results)}"
             )
-        value, best = results[metric], self.best.get("best_metric")
-        so_far = value if best is None else best
-        logger.info("%s is %.4g; the best so far: %.4g", metric, value, so_far)
-        if not comm.broadcast(is_better(value, best, self.mode)):
-            return
-        self.best = {"metric": metric, "best_metric": value, "best_iter": iteration}
-        is_of_average = self.ema and metric.startswith("ema/")
-        with self.ema.swap() if is_of_average else nullcontext():
-            self.checkpointer.save("model_best", tag=False, best=self.best, **content)
+        value = results[metric]
+        if comm.broadcast(best.is_best(value)):
+            best.best_metric, best.best_iter = value, content["iteration"]
+            best.save(**content)
 
     def _write(self, row: Row) -> None:
         self.rows.append(row)

@@ -60,18 +60,24 @@ def pointed_iteration(save_dir: AnyPath, pointed: str) -> int | None:
     return iteration
 
 
-def read_pointer(save_dir: AnyPath) -> str:
-    """The checkpoint that ``last_checkpoint`` names, or "" if there is none of that name.
+def pointed_name(save_dir: AnyPath) -> str:
+    """The name in ``last_checkpoint``, whether it is there or not; "" if the file is missing.
 
     Of a whole path, as others write it, the name counts, since the folder may have been moved.
     """
     path = Path(save_dir, POINTER)
     if not path.exists():
         return ""
-    name = os.path.basename(path.read_text("utf-8", "replace").strip())
+    return os.path.basename(path.read_text("utf-8", "replace").strip())
+
+
+def read_pointer(save_dir: AnyPath) -> str:
+    """The checkpoint that ``last_checkpoint`` names, or "" if there is none of that name."""
+    name = pointed_name(save_dir)
     if name in checkpoint_names(save_dir):
         return name
-    logger.warning("%s names %r, which is not a checkpoint there", path, name)
+    if name:
+        logger.warning("%s names %r, not a checkpoint of %s", POINTER, name, save_dir)
     return ""
 
 
@@ -159,13 +165,12 @@ def files_to_delete(
             continue
         if iteration <= newest:
             ours.append((iteration, name))
-    ours.sort()
+    old = sorted(ours)[:-max_to_keep]
     pointed = read_pointer(save_dir)
-    old = ours[:-max_to_keep]
     return [name for _, name in old if name != pointed]
 
 
-def delete_after_verifying(newest: str, names: Iterable[str]) -> None:
+def delete_after_verifying(newest: str, names: list[str]) -> None:
     """Delete older checkpoints, if the one just saved is intact.
 
     A checkpoint that cannot be deleted is logged.
@@ -174,8 +179,7 @@ def delete_after_verifying(newest: str, names: Iterable[str]) -> None:
         newest: the path of the one just saved, a file or a folder.
         names: of the others, in the same folder; see :func:`files_to_delete`.
     """
-    paths = [os.path.join(os.path.dirname(newest), name) for name in names]
-    if not paths:
+    if not names:
         return
     try:
         read_checkpoint(newest, "meta")
@@ -184,9 +188,9 @@ def delete_after_verifying(newest: str, names: Iterable[str]) -> None:
             "Keeping all older checkpoints, since the newest is broken: %s", error
         )
         return
-    for path in paths:
+    for name in names:
         try:
-            delete(path)
+            delete(Path(newest).with_name(name))
         except OSError as error:
             logger.warning("Cannot delete the old checkpoint: %s", error)
 

@@ -102,6 +102,14 @@ def test_without_a_good_pointer_the_newest_file_is_taken(
     )
 
 
+def test_a_pointer_to_what_is_not_there_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "last_checkpoint").write_text("/elsewhere/model_0000039.pth")
+    assert resumed(folder) == 29
+    assert "'model_0000039.pth', not a checkpoint of" in caplog.text
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "foreign", "no model"])
 def test_every_kind_of_damage_is_passed_over(
     damage: str, folder: Path, caplog: pytest.LogCaptureFixture

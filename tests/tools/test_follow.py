@@ -365,6 +365,18 @@ def test_a_broken_checkpoint_is_named_and_a_final_one_is_an_error(
         follow_here(load_tool("follow"), config, run)
 
 
+def test_a_run_whose_final_checkpoint_is_deleted_is_over(
+    config: Path, run: Path
+) -> None:
+    follow_here(load_tool("follow"), config, run, "--all")
+    (run / "model_final.pth").unlink()
+    follow_here(load_tool("follow"), config, run, "--all")
+    assert rows(run / "eval" / "metrics.json") == results(run)
+    shutil.rmtree(run / "eval")
+    with pytest.raises(FileNotFoundError, match=r"model_final\.pth"):
+        follow_here(load_tool("follow"), config, run)
+
+
 @pytest.mark.parametrize("method", ["look", "fetch"])
 def test_a_store_that_does_not_answer_is_asked_again(
     method: str,

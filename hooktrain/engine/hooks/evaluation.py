@@ -320,7 +320,7 @@ class BestCheckpointer(HookBase):
             is_new = self.trainer.start_iter == 0
             earlier = [self._other, self._name] if is_new else [self._other]
             put_aside(self._checkpointer.save_dir, earlier)
-        self._follow_file()
+        self.read_best()
 
     def _check_average(self) -> None:
         """Refuse an average that nothing updates, and raw weights by the metric of an average."""
@@ -342,7 +342,7 @@ class BestCheckpointer(HookBase):
                 self._file_prefix,
             )
 
-    def _follow_file(self) -> None:
+    def read_best(self) -> None:
         """Take the best value from the file or folder, where that has one.
 
         The state of the checkpoint is not enough: the file may have been saved after it, and an
@@ -354,8 +354,8 @@ class BestCheckpointer(HookBase):
             return  # the main process tells its value
         try:
             if self._name in checkpoint_names(saver.save_dir):
-                path = os.path.join(saver.save_dir, self._name)
-                self.load_state_dict(read_checkpoint(path, "meta").get("best", {}))
+                content = read_checkpoint(self.run_files()[0], "meta")
+                self.load_state_dict(content.get("best", {}))
                 return
         except CorruptCheckpointError as error:
             logger.error("The next best model replaces a broken one: %s", error)
@@ -374,9 +374,7 @@ class BestCheckpointer(HookBase):
             self.best_metric, self.best_iter = comm.broadcast(
                 (self.best_metric, self.best_iter)
             )
-        best = value if self.best_metric is None else self.best_metric
-        logger.info("%s is %.4g; the best so far: %.4g", self._val_metric, value, best)
-        if not is_better(value, self.best_metric, self._mode):
+        if not self.is_best(value):
             return
         if self.on_every_rank:
             trainer.prepare_save()
@@ -384,14 +382,20 @@ class BestCheckpointer(HookBase):
         # As in detectron2: a subclass learns of a best value, and may refuse it.
         if self._update_best(value, iteration) is False:
             return
-        averaged = self._ema.swap() if self._ema else nullcontext()
-        with trainer.clock.pause("save"), averaged:
+        with trainer.clock.pause("save"):
+            self.save(iteration=iteration, on_full=self._log_disk_full)
+
+    def is_best(self, value: float) -> bool:
+        """Log a value, and return whether it is better than the best so far."""
+        best = value if self.best_metric is None else self.best_metric
+        logger.info("%s is %.4g; the best so far: %.4g", self._val_metric, value, best)
+        return is_better(value, self.best_metric, self._mode)
+
+    def save(self, **content: Any) -> None:
+        """Save the model as the best one, with its value and more for ``Checkpointer.save``."""
+        with self._ema.swap() if self._ema else nullcontext():
             self._checkpointer.save(
-                self._file_prefix,
-                tag=False,
-                on_full=self._log_disk_full,
-                iteration=iteration,
-                best=self.state_dict(),
+                self._file_prefix, tag=False, best=self.state_dict(), **content
             )
 
     def after_train(self) -> None:
@@ -431,12 +435,10 @@ class BestCheckpointer(HookBase):
             "NOT SAVED: %s. Training goes on; the next best tries again", error
         )
         self.best_metric = self.best_iter = None
-        self._follow_file()
+        self.read_best()
 
     def state_dict(self) -> State:
-        """The best value so far, of which metric and iteration; nothing before the first."""
-        if self.best_metric is None:
-            return {}
+        """The best value so far, of which metric and iteration; None before the first."""
         return {
             "metric": self._val_metric,
             "best_metric": self.best_metric,
