@@ -29,7 +29,7 @@ WITHOUT_OPTIMIZER = (
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """The name of each parameter of a model, without what wrappers add to it."""
-    return {parameter: names[0] for names, _, parameter in walk_parameters(model)}
+    return {parameter: name for name, _, parameter in walk_parameters(model)}
 
 
 def optimizer_state_dict(optimizer: Optimizer, names: Names) -> State:

@@ -15,8 +15,8 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 logger = logging.getLogger(__name__)
 
 ParamGroup = dict[str, Any]
-# A parameter's full names, the module that has it under the first, and itself.
-Walked = tuple[list[str], nn.Module, nn.Parameter]
+# A parameter's full name, the module that has it, and itself.
+Walked = tuple[str, nn.Module, nn.Parameter]
 
 NORMS = (
     nn.modules.batchnorm._NormBase,  # of batch and instance norms
@@ -30,7 +30,9 @@ WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_modul
 
 
 def walk_parameters(model: nn.Module) -> list[Walked]:
-    """Each parameter of a model once: its full names, its first module, and itself.
+    """Each parameter of a model once: its full name, its module, and itself.
+
+    A shared parameter has its first name.
 
     Args:
         model: may be wrapped. The names are those inside DDP, ``torch.compile`` and the
@@ -39,13 +41,9 @@ def walk_parameters(model: nn.Module) -> list[Walked]:
     found: dict[nn.Parameter, Walked] = {}
 
     def walk(module: nn.Module, prefix: str) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                names, _, _ = found.setdefault(parameter, ([], module, parameter))
-                names.append(prefix + name)
-        for name, child in module._modules.items():  # named_children() has each once
-            if child is None:
-                continue
+        for name, parameter in module.named_parameters(recurse=False):
+            found.setdefault(parameter, (prefix + name, module, parameter))
+        for name, child in module.named_children():
             if name in WRAPPER_PARTS or is_model_wrapper(module):
                 walk(child, prefix)
             else:
@@ -65,9 +63,9 @@ def group_trainable(
         settings: makes the settings of a parameter from what :func:`walk_parameters` has.
     """
     groups = []
-    for names, module, parameter in walk_parameters(model):
+    for name, module, parameter in walk_parameters(model):
         if parameter.requires_grad:
-            chosen = settings(names, module, parameter)
+            chosen = settings(name, module, parameter)
             groups.append({**chosen, "params": [parameter]})
     return reduce_param_groups(groups)
 
@@ -88,8 +86,8 @@ def get_default_optimizer_params(
     may also be for one parameter, and one for nothing is a warning.
 
     Names are full dotted names in the model, ``"backbone.stem.weight"``, without the
-    parts that wrappers add (DDP, ``torch.compile``). Overrides match any of the names of
-    a shared parameter.
+    parts that wrappers add (DDP, ``torch.compile``). A shared parameter has its first
+    name.
 
     Settings come from, later ones winning: ``base_lr`` and ``weight_decay``;
     ``weight_decay_norm``; ``lr_factor_func``; ``bias_lr_factor`` and
@@ -136,13 +134,13 @@ def get_default_optimizer_params(
             )
         overrides = {**overrides, "bias": of_biases}
 
-    def settings(names: list[str], module: nn.Module, _: nn.Parameter) -> ParamGroup:
+    def settings(name: str, module: nn.Module, _: nn.Parameter) -> ParamGroup:
         found = dict(base)
         if isinstance(module, NORMS):
             found |= of_norms
         if lr_factor_func is not None:
-            found["lr"] = base["lr"] * lr_factor_func(names[0])
-        for key in _keys(names):
+            found["lr"] = base["lr"] * lr_factor_func(name)
+        for key in _keys(name):
             found |= overrides.get(key, {})
         return found
 
@@ -155,15 +153,15 @@ def _given(**settings: float | None) -> ParamGroup:
 
 
 def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
-    known = [key for names, _, _ in walk_parameters(model) for key in _keys(names)]
+    known = [key for name, _, _ in walk_parameters(model) for key in _keys(name)]
     unused = overrides.keys() - known
     if unused:
         logger.warning("overrides are for no parameter of the model: %s", unused)
 
 
-def _keys(names: list[str]) -> list[str]:
-    """The keys of overrides for a parameter: the last parts of its names, then the names."""
-    return [name.rpartition(".")[2] for name in names] + names
+def _keys(name: str) -> tuple[str, str]:
+    """The keys of overrides for a parameter: the last part of its name, then the name."""
+    return name.rpartition(".")[2], name
 
 
 def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:

@@ -136,13 +136,20 @@ def test_an_override_of_nothing_is_a_warning(
     assert f"no parameter of the model: {{'{name}'}}" in caplog.text
 
 
-def test_shared_parameters_answer_to_each_of_their_names() -> None:
+def test_frozen_parameters_are_left_out() -> None:
     found = options(half_frozen(), base_lr=1.0, overrides={"head.weight": {"lr": 0.1}})
     assert list(found) == NAMES[:-2]
-    shared = options(Tied(), overrides={"head.weight": {"lr": 1.0}})
+
+
+def test_a_shared_parameter_answers_to_its_first_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rules = {"embed.weight": {"lr": 1.0}, "head.weight": {"lr": 2.0}}
+    shared = options(Tied(), overrides=rules)
     assert shared["embed.weight"] == {"lr": 1.0}
     assert shared["norm.weight"] == {}
     assert set(shared) == {name for name, _ in Tied().named_parameters()}
+    assert "no parameter of the model: {'head.weight'}" in caplog.text
 
 
 def test_wrappers_do_not_show_in_names() -> None:

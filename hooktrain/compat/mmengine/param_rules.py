@@ -161,12 +161,11 @@ def _dotted(name: str) -> str:
 def _paramwise(
     rules: Rules,
     base: Rules,
-    names: list[str],
+    name: str,
     module: nn.Module,
     parameter: nn.Parameter,
 ) -> ParamGroup:
-    """The settings of a parameter, by the first of its names."""
-    name = names[0]
+    """The settings of a parameter, by its name."""
     custom_keys = rules.get("custom_keys", {})
     keys = [key for key in custom_keys if key in _dotted(name)]
     if keys:
