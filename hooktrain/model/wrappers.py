@@ -195,17 +195,10 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Keep the ranks from exchanging gradients in backward passes inside this context."""
         with ExitStack() as stack:
-            for part in self._parts():
-                stack.enter_context(part.no_sync())
+            for child in self.module.children():
+                if isinstance(child, _Part):
+                    stack.enter_context(child.no_sync())
             yield
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook with the DDP around each child."""
-        for part in self._parts():
-            part.register_comm_hook(state, hook)
-
-    def _parts(self) -> list["_Part"]:
-        return [child for child in self.module.children() if isinstance(child, _Part)]
 
 
 class _Part(StepDistributedDataParallel):

@@ -68,7 +68,8 @@ def create_ddp_model(
 
     Args:
         model: the model, on its device.
-        fp16_compression: whether the ranks exchange gradients in float16.
+        fp16_compression: whether the ranks exchange gradients in float16; not for a
+            ``SeparateDistributedDataParallel``.
         wrapper: the class of the wrapper, or its dotted name; None is :func:`wrapper_for`.
         options: the wrapper's options; see :class:`torch.nn.parallel.DistributedDataParallel`.
 

@@ -149,18 +149,19 @@ def wrappers(model: Any, **options: Any) -> OptimWrapperDict:
 def train_parts(accumulative_counts: int = 1) -> tuple[State, list[int], list[str]]:
     gan = toy_gan(dist.get_rank())
     model = SeparateDistributedDataParallel(gan).eval()
+    parts = {
+        n: c for n, c in gan.named_children() if isinstance(c, DistributedDataParallel)
+    }
     calls: list[None] = []
-    model.register_comm_hook(calls, counted)
+    for part in parts.values():
+        part.register_comm_hook(calls, counted)
     optimizers = wrappers(gan, accumulative_counts=accumulative_counts)
     made = []
     for seed in range(4):
         values = model.train_step(halves(seed)[0], optimizers)
         made.append(len(calls))
     assert list(values) == ["loss_d", "loss_g"]
-    kinds = [
-        n for n, c in gan.named_children() if isinstance(c, DistributedDataParallel)
-    ]
-    return dict(gan.state_dict()), made, kinds
+    return dict(gan.state_dict()), made, [*parts]
 
 
 def accumulate_parts() -> tuple[State, list[int], list[str]]:
