@@ -159,11 +159,7 @@ def _dotted(name: str) -> str:
 
 
 def _paramwise(
-    rules: Rules,
-    base: Rules,
-    name: str,
-    module: nn.Module,
-    parameter: nn.Parameter,
+    rules: Rules, base: Rules, name: str, module: nn.Module, parameter: nn.Parameter
 ) -> ParamGroup:
     """The settings of a parameter, by its name."""
     custom_keys = rules.get("custom_keys", {})
