@@ -335,7 +335,7 @@ class Checkpointer:
             path: of a file or folder, or an address (:func:`hooktrain.checkpoint.local_path`). ""
                 and None load nothing.
             checkpointables: the names of those to load beside the model; None loads all.
-                for ``"trainer.optimizer"`` the state that the trainer gets has this entry only.
+                For ``"trainer.optimizer"`` the trainer gets a state with that entry only.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.

@@ -455,7 +455,7 @@ def _overlap(
     Args:
         name: of the tensor, for messages.
         tables: of the tensor, as in the index.
-        tensor: of which the shape and the sharding count.
+        tensor: only its shape and its sharding count.
 
     Returns:
         For each part that overlaps the shard: its place; its sizes; the sizes of the overlap; and

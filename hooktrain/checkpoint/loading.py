@@ -83,9 +83,9 @@ class CheckpointFile:
         """Load the verified file, with the model's state under ``"model"``. Not collective.
 
         Args:
-            model: the model to load. Tensors that are copied into it stay in the mapped file, as do
-                those of which a rank takes a shard. All others are copied into memory, since the
-                object that loads them may keep them.
+            model: the model to load. Tensors that are copied into it, and those of which
+                a rank takes a shard, stay in the mapped file. All others are copied into memory,
+                since the object that loads them may keep them.
             map_location: the device on which the tensors arrive.
             key: see :func:`load_checkpoint`.
 

@@ -221,7 +221,7 @@ def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
         initial: the path or address of the checkpoint that the new run starts from.
 
     Returns:
-        The new path of the old folder; None if that has nothing to resume from, and stays.
+        The new path of the old folder, or None if it has nothing to resume from and stays.
 
     Raises:
         RuntimeError: if another run is using it.

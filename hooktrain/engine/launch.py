@@ -59,7 +59,7 @@ def launch(
     and report the error of the first.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the started processes. If
-    their parent is killed, so are they (Linux).
+    their parent is killed, they are killed too (Linux).
 
     Args:
         main_func: the function; to start processes it must be importable by name.

@@ -408,7 +408,7 @@ class SimpleTrainer(ModelTrainer):
         these, return their number. Then the accumulated passes of all ranks give the gradients
         and the losses of one large batch: with ``w`` for the weights of all batches of the
         iteration on all ranks, the loss of the i-th, and what is recorded beside it, is multiplied
-        by ``w[i] / mean(w)``, and the means over passes and ranks are taken as ever.
+        by ``w[i] / mean(w)``, and the means over passes and ranks are taken as without weights.
 
         The mean must be known before the first backward pass. So the batches of an iteration are
         all taken from the loader first, and the ranks exchange one number, between their hosts.

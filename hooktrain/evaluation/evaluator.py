@@ -97,8 +97,8 @@ class MetricEvaluator(DatasetEvaluator):
             torchmetrics, which communicate between the ranks by themselves.
         target_key: the key of the targets in a batch that is a dict.
         whole: whether the function is called once, with the outputs and targets of all batches of
-            all ranks, on the CPU of the main process. So are metrics that are not a mean over the
-            samples, such as F1, R2, AUC and correlations. Tensors are concatenated, also those in
+            all ranks, on the CPU of the main process. A metric that is no mean over the samples
+            needs it, such as F1, R2, AUC or a correlation. Tensors are concatenated, also those in
             dicts and tuples, and lists are chained.
 
     The result has the name of the function, or of the object's class. Several objects get names of

@@ -347,7 +347,7 @@ class EventStorage:
                 history.written[writer] = written.get(name, 0)
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
-        """The value as a float, or a copy of it where it is a tensor on a device."""
+        """The value as a float; of a tensor on a device, a copy of it."""
         if isinstance(value, Real | np.bool_):
             return float(value)
         if isinstance(value, np.ndarray):

@@ -238,7 +238,7 @@ def _read_steps(average: Any, _: Any) -> None:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy of a model. torch cannot copy a sharded one, so of it only the tensors are copied."""
+    """A copy of a model. torch cannot copy a sharded one: only its tensors are."""
     if not any(map(_is_sharded, model.modules())):
         return copy.deepcopy(model)
     _tensors(model)  # this reshards the model, so that each rank copies its shards

@@ -311,8 +311,8 @@ class BestCheckpointer(HookBase):
     def before_train(self) -> None:
         """Learn from the file of a resumed run which value has to be exceeded.
 
-        The best model of an earlier run is renamed, as is one that is a file where this run saves
-        folders, or the reverse.
+        The best model of an earlier run is renamed. So is a file if this run saves folders, and a
+        folder if it saves files.
         """
         tell_without_evaluation(self, self._val_metric)
         self._check_average()
@@ -343,7 +343,7 @@ class BestCheckpointer(HookBase):
             )
 
     def read_best(self) -> None:
-        """Take the best value from the file or folder, where that has one.
+        """Take the best value from the file or folder, if it has one.
 
         The state of the checkpoint is not enough: the file may have been saved after it, and an
         accelerator may compute other numbers the second time. A file that is broken or gone is to

@@ -49,7 +49,7 @@ class ReplayCheck(HookBase):
 
     What both passes share shows no difference, such as a weight that changed before. So a check
     also compares the sums of the bytes of the weights, between ranks that have the same parts of
-    them: all of them, or the replicas of shards (HSDP). A shard of which there is one is not
+    them: all of them, or the replicas of shards (HSDP). A shard that only one rank has is not
     compared. Buffers may differ, and so may weights that ranks do not exchange: those that
     DistributedDataParallel ignores, and whole ones beside shards.
 
