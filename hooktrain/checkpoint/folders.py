@@ -50,6 +50,7 @@ from hooktrain.utils.names import State, dotted
 from hooktrain.utils.tensors import (
     Device,
     Keys,
+    Tensors,
     full_tensor,
     is_sharded,
     local_box,
@@ -200,7 +201,7 @@ def read_folder(
         CorruptCheckpointError: if it asks to run code, or was not written by :func:`save_folder`.
     """
     shards = shards_of(model)
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
 
     def allocate(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
@@ -273,14 +274,14 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
     return copied, used
 
 
-def _split(state: State) -> tuple[State, dict[str, Tensor]]:
+def _split(state: State) -> tuple[State, Tensors]:
     """Take the tensors out of a state.
 
     Returns:
         A copy of the state, with tensors on ``"meta"``, which have no data, in their places; and
         the tensors by their dotted keys. Sparse tensors are left in the copy.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
 
     def take(keys: Keys, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
@@ -312,7 +313,7 @@ def _gather(data: Any, group: ProcessGroup | None) -> list[Any]:
     return gathered or []
 
 
-def _write_parts(tensors: dict[str, Tensor], path: Path) -> tuple[Parts, Digest]:
+def _write_parts(tensors: Tensors, path: Path) -> tuple[Parts, Digest]:
     """Write this rank's shards, and on the main process the tensors that are not sharded."""
     parts: Parts = {}
     checksum = 0
@@ -379,9 +380,7 @@ def _container(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     return content[: container.position], content[container.position :] + padding
 
 
-def _index_of(
-    everywhere: list[Parts], tensors: dict[str, Tensor]
-) -> tuple[Index, Metadata]:
+def _index_of(everywhere: list[Parts], tensors: Tensors) -> tuple[Index, Metadata]:
     """Where the parts of each tensor are, for this package and for torch.distributed.checkpoint.
 
     Args:
@@ -414,7 +413,7 @@ def _index_of(
     return index, metadata
 
 
-def _read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+def _read_tensors(tensors: Tensors, folder: Path) -> None:
     """Fill tensors from the files of a folder.
 
     Args:

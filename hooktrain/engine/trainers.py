@@ -9,7 +9,7 @@ from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hooktrain.data.batches import Batches, warn_of_equal_batches, warn_of_equal_samples
 from hooktrain.engine.hook_list import hook_states
@@ -39,7 +39,7 @@ from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.names import State, add_note, check_count, refuse_overrides
 from hooktrain.utils.periods import in_iterations
-from hooktrain.utils.tensors import mover_to, non_finite, types_of
+from hooktrain.utils.tensors import Tensors, mover_to, non_finite, types_of
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class SimpleTrainer(ModelTrainer):
     """
 
     parse_losses = staticmethod(parse_losses)
-    replay: Callable[[Iterator[Any]], dict[str, Tensor]] | None = None
+    replay: Callable[[Iterator[Any]], Tensors] | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -423,7 +423,7 @@ class SimpleTrainer(ModelTrainer):
         """
         return 1
 
-    def compute_gradients(self, batches: Iterator[Any]) -> dict[str, Tensor]:
+    def compute_gradients(self, batches: Iterator[Any]) -> Tensors:
         """Compute the gradients of one update; :meth:`run_step` calls it.
 
         Args:
@@ -437,7 +437,7 @@ class SimpleTrainer(ModelTrainer):
         wrapper.start_accumulation()
         if self.zero_grad_before_forward:
             wrapper.zero_grad()
-        means: dict[str, Tensor] = {}
+        means: Tensors = {}
         factors: list[float] = []
         if type(self).weight is not SimpleTrainer.weight:
             start = time.perf_counter()

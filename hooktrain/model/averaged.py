@@ -3,17 +3,15 @@
 import copy
 import logging
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.utils.tensors import Device, local_tensor
+from hooktrain.utils.tensors import Device, Tensors, local_tensor
 
 logger = logging.getLogger(__name__)
-
-Tensors: TypeAlias = dict[str, Tensor]
 
 
 class BaseAveragedModel(nn.Module):

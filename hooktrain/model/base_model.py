@@ -2,16 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooktrain.model.losses import parse_losses
+from hooktrain.model.losses import Values, parse_losses
 from hooktrain.utils.tensors import to_device
-
-# The metrics of a step by name.
-Values: TypeAlias = dict[str, Tensor]
 
 
 class BaseDataPreprocessor(nn.Module):

@@ -13,11 +13,14 @@ from hooktrain.utils.tensors import types_of
 
 logger = logging.getLogger(__name__)
 
+# The losses and metrics of a step by name.
+Values = dict[str, Tensor]
+
 # Names that other trainers give to the sum of all losses.
 _SUMS = {"loss", "total_loss", "loss_total", "loss_sum", "total"}
 
 
-def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def parse_losses(output: Any) -> tuple[Tensor, Values]:
     """Split what a model returned in training into the loss and the values to record.
 
     - A tensor is the loss. So is the attribute ``loss`` of an object, as Hugging Face's models
@@ -77,7 +80,7 @@ def _check_names(names: tuple[str, ...]) -> None:
     logger.info("The loss is the sum of %s", list(names))
 
 
-def values_by_name(output: Any) -> dict[str, Tensor]:
+def values_by_name(output: Any) -> Values:
     """The values of what a model returned in training, by name.
 
     Raises:

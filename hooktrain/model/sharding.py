@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import compute_device, shard_like
+from hooktrain.utils.tensors import Tensors, compute_device, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -167,7 +167,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def take_values(model: nn.Module) -> dict[str, Tensor]:
+def take_values(model: nn.Module) -> Tensors:
     """The parameters and buffers by name. The model itself moves to the meta device."""
     values = {}
     for name, tensor in _named_tensors(model):

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hooktrain.model.base_model import BaseModel, Values
+from hooktrain.model.base_model import BaseModel
+from hooktrain.model.losses import Values
 from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,9 @@ from hooktrain.utils.names import dotted
 # A device, or its name.
 Device = str | torch.device
 
+# Tensors by name, such as the weights of a model, its gradients or its losses.
+Tensors = dict[str, Tensor]
+
 Keys = tuple[Any, ...]
 """The keys, indices and names of fields that lead to a leaf of nested containers."""
 
@@ -162,7 +165,7 @@ def _with_items(data: Any, items: dict[Any, Any]) -> Any:
     return changed
 
 
-def shards_of(model: nn.Module | None) -> dict[str, Tensor]:
+def shards_of(model: nn.Module | None) -> Tensors:
     """The sharded tensors of a model's state by name."""
     state = {} if model is None else model.state_dict()
     return {name: value for name, value in state.items() if is_sharded(value)}
@@ -211,7 +214,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
         tensors: the tensors by name, also in containers as :func:`map_leaves` knows them. Their
             names are joined by dots.
     """
-    found: dict[str, Tensor] = {}
+    found: Tensors = {}
 
     def keep(path: Keys, leaf: Any) -> None:
         numbers = _numbers(leaf)

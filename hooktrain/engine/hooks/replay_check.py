@@ -20,7 +20,13 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils import comm
 from hooktrain.utils.periods import Period
-from hooktrain.utils.tensors import compute_device, is_sharded, local_box, local_tensor
+from hooktrain.utils.tensors import (
+    Tensors,
+    compute_device,
+    is_sharded,
+    local_box,
+    local_tensor,
+)
 
 Rows: TypeAlias = Iterable[tuple[str, Tensor]]  # named tensors of one dimension
 
@@ -153,7 +159,7 @@ def _compare_ranks(iteration: int, everywhere: Sequence[tuple[int, int]]) -> Non
         raise RuntimeError(_REPLICAS % (iteration, others))
 
 
-def _computed(model: nn.Module, losses: dict[str, Tensor]) -> Rows:
+def _computed(model: nn.Module, losses: Tensors) -> Rows:
     """Copies of what a step computes on this rank. What DDP does not average comes first."""
     gradients = ((f"{name}.grad", p.grad) for name, p in model.named_parameters())
     for name, each in chain(losses.items(), model.named_buffers(), gradients):
