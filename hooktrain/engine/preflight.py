@@ -18,7 +18,7 @@ from hooktrain.strategy.ddp import refuse_unexchanged
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.names import names_used
-from hooktrain.utils.tensors import compute_device
+from hooktrain.utils.tensors import checksum, compute_device
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,9 @@ _OF_OTHERS = re.compile(
     r"|(training|validation|test|predict)_step|(train|val|test)_dataloader"
     r"|configure_optimizers"
 )
+
+# The names of buffers of norms that only evaluations read.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
@@ -131,16 +134,42 @@ def warn_of_lost_calls(trainer: Any) -> None:
         )
 
 
-def warn_of_different_weights(model: nn.Module) -> None:
-    """Warn if the ranks train different weights. A collective."""
+def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
+    """Warn if the ranks have different weights or buffers. A collective.
+
+    A checkpoint has the buffers of the main process. Running statistics of norms are left out, since
+    no training step reads them, and so are sharded and sparse buffers.
+
+    Args:
+        model: the model.
+        is_sharded: whether each rank has its own part of the weights, which are not compared then.
+    """
     if comm.get_world_size() == 1:
         return
-    # Host-device synchronisation: one number, once a run.
-    norms = comm.all_gather(float(nn.utils.get_total_norm(trainable(model).values())))
+    norm = 0.0
+    if not is_sharded:
+        # Host-device synchronisation, once a run, as for the checksums.
+        norm = float(nn.utils.get_total_norm(trainable(model).values()))
+    checksums = {}
+    # DistributedDataParallel may send the first rank's buffers before each forward pass.
+    if not getattr(model, "broadcast_buffers", False):
+        bare = unwrap_model(model)
+        saved = bare.state_dict()
+        for name, buffer in bare.named_buffers():
+            if name in saved and not name.endswith(_STATISTICS):
+                checksums[name] = checksum(buffer)
+    norms, buffers = zip(*comm.all_gather((norm, checksums)), strict=True)
     if min(norms) < 0.999999 * max(norms):
         logger.warning(
             "The ranks have different weights. They exchange gradients if the trainer gets "
             "create_ddp_model(model), and if that, self.model, is called, not the module in it"
+        )
+    different = [name for name in checksums if len({of[name] for of in buffers}) > 1]
+    if different:
+        logger.warning(
+            "Buffers differ between the ranks, and all ranks resume with those of the main "
+            "process: %s",
+            different[:5],
         )
 
 

@@ -21,7 +21,7 @@ from hooktrain.engine.preflight import (
     set_modes,
     tell_of_early_gradients,
     trainable,
-    warn_of_different_weights,
+    warn_of_differences,
     warn_of_lost_calls,
     without_masks,
 )
@@ -35,7 +35,6 @@ from hooktrain.solver.checks import versions, warn_of_idle
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import by_name
-from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.names import State, add_note, check_count, refuse_overrides
 from hooktrain.utils.periods import in_iterations
@@ -178,9 +177,7 @@ class ModelTrainer(TrainerBase):
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, self._first_versions)
-            warn_of_own_buffers(self.model)
-            if not self._is_sharded:
-                warn_of_different_weights(self.model)
+            warn_of_differences(self.model, self._is_sharded)
             warn_of_equal_batches(self._data_loader_iter)
             self._first_versions = {}
 

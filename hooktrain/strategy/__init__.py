@@ -3,7 +3,6 @@
 from hooktrain.strategy.base import (
     BaseStrategy as BaseStrategy,
     broadcast_buffers as broadcast_buffers,
-    warn_of_own_buffers as warn_of_own_buffers,
 )
 from hooktrain.strategy.ddp import (
     DDPStrategy as DDPStrategy,

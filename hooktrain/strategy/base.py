@@ -15,7 +15,7 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import Device, checksum
+from hooktrain.utils.tensors import Device
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ Compile: TypeAlias = bool | Mapping[str, Any]
 # A model, a LazyCall of it, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
 
-# The names of buffers of norms that only evaluations read.
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # The extra memory of a broadcast, as in DistributedDataParallel.
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -265,31 +263,6 @@ def broadcast_buffers(model: nn.Module) -> None:
     batches.
     """
     _broadcast(model.buffers())
-
-
-def warn_of_own_buffers(model: nn.Module) -> None:
-    """Warn of buffers that differ between the ranks. A collective.
-
-    A checkpoint has those of the main process. Running statistics of norms are left out, since no
-    training step reads them, and so are sharded and sparse buffers.
-    """
-    # DistributedDataParallel may send the first rank's buffers before each forward pass.
-    if comm.get_world_size() == 1 or getattr(model, "broadcast_buffers", False):
-        return
-    bare = unwrap_model(model)
-    saved = bare.state_dict()
-    checksums = {}
-    for name, buffer in bare.named_buffers():
-        if name in saved and not name.endswith(_STATISTICS):
-            checksums[name] = checksum(buffer)  # host-device synchronisation
-    ranks = comm.all_gather(checksums)
-    different = [name for name in checksums if len({of[name] for of in ranks}) > 1]
-    if different:
-        logger.warning(
-            "Buffers differ between the ranks, and all ranks resume with those of the main "
-            "process: %s",
-            different[:5],
-        )
 
 
 def _broadcast(given: Iterable[Tensor]) -> None:

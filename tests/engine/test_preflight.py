@@ -22,11 +22,11 @@ from hooktrain.engine.preflight import (
     check_parts,
     log_modes,
     log_parts,
+    warn_of_differences,
     warn_of_events,
     without_masks,
 )
 from hooktrain.solver import OptimWrapper, OptimWrapperDict
-from hooktrain.strategy import warn_of_own_buffers
 from hooktrain.utils import comm
 from toys import LinearLoss, batches, linear_trainer, sgd
 
@@ -152,7 +152,8 @@ def warnings_of_two_periods() -> None:
     sharded = nn.Module()
     weights = distribute_tensor(torch.arange(2.0), mesh, [Shard(0)])
     sharded.register_buffer("weights", weights)
-    warn_of_own_buffers(sharded)  # its shards differ, and a checkpoint has them all
+    # Its shards differ, and a checkpoint has them all.
+    warn_of_differences(sharded, is_sharded=True)
     trainer.register_hooks([CallbackHook(before_step=differ)])
     trainer.sync_period = 1
     trainer.train(max_iter=2)
