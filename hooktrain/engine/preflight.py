@@ -137,8 +137,8 @@ def warn_of_lost_calls(trainer: Any) -> None:
 def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
     """Warn if the ranks have different weights or buffers. A collective.
 
-    A checkpoint has the buffers of the main process. Running statistics of norms are left out, since
-    no training step reads them, and so are sharded and sparse buffers.
+    A checkpoint has the buffers of the main process. Running statistics of norms are left out,
+    since no training step reads them, and so are sharded and sparse buffers.
 
     Args:
         model: the model.
