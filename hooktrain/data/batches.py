@@ -32,6 +32,10 @@ SAME_BATCHES = (
     "Ranks or workers have read the same first batch. If each reads all of the data, divide it by "
     "comm.data_parallel_rank() and torch.utils.data.get_worker_info()"
 )
+OTHER_STREAMS = (
+    "The ranks divide different streams, so samples are read twice or never: give "
+    "build_train_loader() the same data set, seed and total_batch_size on each, not %s and %s"
+)
 EQUAL_RANKS = (
     "%s divides nothing among the ranks: unless each has a part of the data of its own, take "
     "build_train_loader() or a DistributedSampler"
@@ -213,7 +217,13 @@ def _refuse_loaders(loader: Any) -> None:
 
 
 def warn_of_equal_batches(batches: Batches) -> None:
-    """Warn if ranks or workers have read the same first batch. A collective."""
+    """Warn if ranks or workers have read the same first batch, or other streams. A collective."""
+    loader = batches.loader
+    stream = loader.state_dict() if isinstance(loader, TrainLoader) else None
+    for other in comm.all_gather(stream):
+        if other != stream:
+            logger.warning(OTHER_STREAMS, stream, other)
+            break
     # Ranks that compute a batch together read the same.
     parts = dict(comm.all_gather((comm.data_parallel_rank(), batches.first)))
     first = list(filter(None, chain.from_iterable(parts.values())))

@@ -19,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from hooktrain.data.dataset import MapDataset
@@ -305,6 +306,10 @@ def build_train_loader(
     if isinstance(sampler, BatchSampler):
         raise TypeError(
             f"sampler must give indices one by one, not batches: {sampler!r}"
+        )
+    if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) != size:
+        raise ValueError(
+            f"sampler needs a weight for each of the {size} samples, not {len(sampler.weights)}"
         )
     if sampler is None:
         sampler = TrainingSampler(size, shuffle, seed)

@@ -127,10 +127,19 @@ def warn_of_lost_calls(trainer: Any) -> None:
     gradients = (p.grad for p in trainer.model.parameters())
     changes = min((grad._version for grad in gradients if grad is not None), default=0)
     count = trainer.done - trainer.start_iter
-    if "zero_grad" not in names_used(trainer.run_step) and changes >= count - 1 > 2:
+    used = set(names_used(trainer.run_step))
+    if "zero_grad" not in used and changes >= count - 1 > 2:
         logger.warning(
             "Gradients add up over all iterations: run_step must call "
             "self.optim_wrapper.zero_grad()"
+        )
+    wrapper = trainer.optim_wrapper
+    does_more = trainer.batches_per_step > 1 or hasattr(wrapper, "dtype")
+    does_more = does_more or getattr(wrapper, "_clipping", None)
+    if does_more and {"optimizer", "step"} <= used and "optim_wrapper" not in used:
+        logger.warning(
+            "run_step calls the torch optimizer, so the OptimWrapper around it clips, accumulates "
+            "and scales nothing: call self.optim_wrapper.update_params(loss)"
         )
 
 

@@ -187,6 +187,8 @@ class EventStorage:
             if name not in known:
                 known[name] = HistoryBuffer(result=name)
                 self._name_result(known[name])
+            if any(other != value for other, _ in known[name].since(iteration)):
+                _tell_twice(name)
             known[name].update(value, iteration)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
@@ -382,6 +384,15 @@ class EventStorage:
         for history in self._histories.values():
             history.pending = [(fetched.get(v, v), i) for v, i in history.pending]
         self._tensors.clear()
+
+
+@cache  # one line for each metric
+def _tell_twice(name: str) -> None:
+    logger.warning(
+        "%r has two values in one iteration, which are kept as if they were of one kind: let one "
+        "have another name",
+        name,
+    )
 
 
 @cache  # one line for each metric

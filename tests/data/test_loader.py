@@ -472,3 +472,10 @@ def test_without_shuffling_the_samples_come_in_the_order_of_the_data_set() -> No
     loader = build_train_loader(data, total_batch_size=3, seed=0, shuffle=False)
     first = [batch.tolist() for batch in islice(loader, 3)]
     assert first == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("count", [3, 11])
+def test_weights_that_are_not_one_for_each_sample_are_refused(count: int) -> None:
+    sampler = WeightedRandomSampler([1.0] * count, 10)
+    with pytest.raises(ValueError, match=f"each of the 10 samples, not {count}"):
+        build_train_loader(range(10), total_batch_size=2, sampler=sampler)  # type: ignore[arg-type]

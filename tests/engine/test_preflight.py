@@ -26,7 +26,7 @@ from hooktrain.engine.preflight import (
     warn_of_events,
     without_masks,
 )
-from hooktrain.solver import OptimWrapper, OptimWrapperDict
+from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from hooktrain.utils import comm
 from toys import LinearLoss, batches, linear_trainer, sgd
 
@@ -209,6 +209,75 @@ def test_ranks_that_read_one_stream_are_told_so_once() -> None:
     for told in run_ranks(warnings_of_one_stream, 2):
         (text,) = told
         assert "comm.data_parallel_rank()" in text
+
+
+def warnings_of_streams(sizes: list[int], seeds: list[int]) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+    model = create_ddp_model(LinearLoss())
+    data = batches(1, sizes[comm.get_rank()])[0]
+    seed = seeds[comm.get_rank()]
+    loader = build_train_loader(data, total_batch_size=4, seed=seed)
+    trainer = SimpleTrainer(model, loader, sgd(model))
+    trainer.sync_period = 2
+    trainer.train(max_iter=4)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seeds", "told"),
+    [([12, 12], [7, 8], 1), ([12, 16], [7, 7], 1), ([12, 12], [7, 7], 0)],
+)
+def test_ranks_that_divide_different_streams_are_told_so_once(
+    sizes: list[int], seeds: list[int], told: int
+) -> None:
+    for texts in run_ranks(warnings_of_streams, 2, sizes, seeds):
+        assert len(texts) == told
+        assert all("different streams" in text for text in texts)
+
+
+class ByItself(SimpleTrainer):
+    def run_step(self) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(self.next_batch())
+        loss.backward()
+        self.after_backward()
+        self.record_losses({"loss": loss})
+        self.optimizer.step()
+
+
+class ByTheWrapper(SimpleTrainer):
+    def run_step(self) -> None:
+        loss = self.model(self.next_batch())
+        self.record_losses({"loss": loss})
+        self.optim_wrapper.update_params(loss)
+        assert self.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", [ByItself, ByTheWrapper])
+@pytest.mark.parametrize(
+    ("make", "does_more"),
+    [
+        (OptimWrapper, False),
+        (lambda opt: OptimWrapper(opt, 2), True),
+        (lambda opt: OptimWrapper(opt, clip_grad={"max_norm": 1.0}), True),
+        (lambda opt: AmpOptimWrapper(opt, "bfloat16"), True),
+    ],
+)
+def test_a_step_that_leaves_out_what_the_wrapper_does_is_told_once(
+    kind: type[SimpleTrainer],
+    make: Any,
+    does_more: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LinearLoss()
+    trainer = kind(model, batches(2), make(sgd(model)))
+    trainer.sync_period = 2
+    trainer.train(max_iter=4)
+    told = sum("the OptimWrapper around it" in text for text in caplog.messages)
+    assert told == (does_more and kind is ByItself)
 
 
 class Base:

@@ -364,6 +364,21 @@ def test_a_result_that_is_named_like_a_column_of_the_files_is_warned_of(
     assert storage.latest() == {"eval/mean_loss": (123.0, 3), "accuracy": (0.5, 3)}
 
 
+def test_two_results_of_one_name_in_one_iteration_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = EventStorage()
+    for iteration in (3, 7, 11):
+        storage.put_results({"twice": 0.5, "once": 0.5}, iteration)
+        storage.put_results({"once": 0.5}, iteration)  # the same weights and data
+    assert caplog.messages == []
+    for iteration in (15, 19):
+        storage.put_results({"twice": 0.5}, iteration)
+        storage.put_results({"twice": 0.75}, iteration)
+    [message] = caplog.messages
+    assert "'twice'" in message
+
+
 def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
     storage = EventStorage(7)
     storage.put_scalar("loss", 1.0)

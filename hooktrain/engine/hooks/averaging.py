@@ -74,6 +74,16 @@ class EMA(HookBase):
         _refuse_another(self, self._model)
         if not self.average.steps:  # host-device synchronisation, once a run
             self.average.reset(self._model)
+        # Updates after a warm-up, or of an equal average, soon forget the first weights.
+        average: Any = self.average
+        weight = 1.0 if getattr(average, "warmup", True) else average.momentum
+        updates = (self.trainer.max_iter - self.begin_iter) / average.interval
+        if weight * updates < 0.7:
+            logger.warning(
+                "The run ends before the average has left its first weights: lower the decay or "
+                "begin_iter=%d, or give warmup=True",
+                self.begin_iter,
+            )
 
     def after_step(self) -> None:
         """Update the average with the new weights."""

@@ -43,6 +43,28 @@ def test_until_it_begins_the_average_is_a_copy() -> None:
     torch.testing.assert_close(seen[5], (weights[2] + weights[4]) / 2)
 
 
+@pytest.mark.parametrize(
+    ("make", "is_told"),
+    [
+        (lambda model: EMA(model, 0.99, warmup=False), True),
+        (lambda model: EMA(model, 0.99), False),
+        (lambda model: EMA(model, 0.9, warmup=False), False),
+        (lambda model: EMA(model, 0.9, warmup=False, begin_iter=5), True),
+        (lambda model: EMA(model, begin_iter=11), True),
+        (lambda m: EMA(m, average=StochasticWeightAverage(m), begin_iter=11), True),
+        (lambda m: EMA(m, average=StochasticWeightAverage(m, 4), begin_iter=6), False),
+    ],
+)
+def test_an_average_that_has_hardly_begun_when_the_run_ends_is_told_at_the_start(
+    make: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer()
+    trainer.register_hooks([make(trainer.model)])
+    trainer.train(max_iter=10)
+    assert len(caplog.messages) == is_told
+    assert all("before the average" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("begin_iter", [1, 3, 4, 5, 6])
 def test_an_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) -> None:
     def make() -> tuple[EMA, SimpleTrainer]:
