@@ -46,10 +46,9 @@ from hooktrain.checkpoint.files import (
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
-from hooktrain.utils.names import State, dotted
+from hooktrain.utils.names import Keys, State, dotted
 from hooktrain.utils.tensors import (
     Device,
-    Keys,
     Tensors,
     full_tensor,
     is_sharded,

@@ -27,15 +27,8 @@ from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import State, dotted
-from hooktrain.utils.tensors import (
-    Device,
-    Keys,
-    map_leaves,
-    shard_for,
-    shard_like,
-    shards_of,
-)
+from hooktrain.utils.names import Keys, State, dotted
+from hooktrain.utils.tensors import Device, map_leaves, shard_for, shard_like, shards_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +36,10 @@ logger = logging.getLogger(__name__)
 _ENDING_BYTES = 1 << 20
 
 Shape = tuple[int, ...]
+# The names of tensors, with their shapes in the file and in the model.
+Shapes = list[tuple[str, Shape, Shape]]
+# Patterns and replacements; see revise_names().
+Renames = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -236,7 +233,7 @@ class IncompatibleKeys(NamedTuple):
 
     missing_keys: list[str]
     unexpected_keys: list[str]
-    incorrect_shapes: list[tuple[str, Shape, Shape]]
+    incorrect_shapes: Shapes
 
 
 def load_checkpoint(
@@ -244,7 +241,7 @@ def load_checkpoint(
     filename: AnyPath,
     map_location: Device = "cpu",
     strict: bool = False,
-    revise_keys: Sequence[tuple[str, str]] = (),
+    revise_keys: Renames = (),
     key: str = "",
 ) -> State:
     r"""Load a model from a file: of this package, detectron2, MMEngine, Lightning, or torch's own.
@@ -311,7 +308,7 @@ def load_model_state(
         if name not in state:
             in_model.pop(name, None)
     loadable = _with_names_of(in_model, state)
-    incorrect: list[tuple[str, Shape, Shape]] = []
+    incorrect: Shapes = []
     for name, ours in in_model.items():
         if name not in loadable:
             continue
@@ -364,10 +361,7 @@ def _with_names_of(in_model: State, state: State) -> "OrderedDict[str, Any]":
 
 
 def _load(
-    model: nn.Module,
-    state: State,
-    in_model: State,
-    incorrect: list[tuple[str, Shape, Shape]],
+    model: nn.Module, state: State, in_model: State, incorrect: Shapes
 ) -> IncompatibleKeys:
     """Load a state. Only a load shows which names fit: modules rename those of older versions."""
     result = model.load_state_dict(state, strict=False)
@@ -413,9 +407,7 @@ def _describe(found: IncompatibleKeys) -> str:
     return text
 
 
-def revise_names(
-    state: State, revise_keys: Sequence[tuple[str, str]]
-) -> "OrderedDict[str, Any]":
+def revise_names(state: State, revise_keys: Renames) -> "OrderedDict[str, Any]":
     r"""A copy of a state dict with each name revised by regular expressions, as of :func:`re.sub`.
 
     >>> list(revise_names({"net.a": 1, "net.b": 2}, [(r"^net\.", ""), (r"b$", "c")]))

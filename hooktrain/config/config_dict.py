@@ -15,13 +15,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from hooktrain.utils.names import did_you_mean, dotted
+from hooktrain.utils.names import Keys, did_you_mean, dotted
 
 # The leading dots, and the path after them.
 _REFERENCE = re.compile(r"\$\{(\.*)([^{}]*)\}")
-
-# The keys and indices that lead from the root to a value.
-Path = tuple[Any, ...]
 
 
 class ConfigDict(dict[Any, Any]):
@@ -175,7 +172,7 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _references(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+def _references(value: Any, path: Keys) -> Iterator[tuple[Keys, str]]:
     """All strings with references in a value, with their paths."""
     if _is_reference(value):
         yield path, value
@@ -190,7 +187,7 @@ def _at(node: Any, path: Iterable[Any]) -> Any:
     return node
 
 
-def _put(cfg: ConfigDict, path: Path, value: Any) -> None:
+def _put(cfg: ConfigDict, path: Keys, value: Any) -> None:
     *above, key = path
     holder = _at(cfg, above)
     if isinstance(holder, dict):
@@ -200,7 +197,7 @@ def _put(cfg: ConfigDict, path: Path, value: Any) -> None:
         holder[key] = value
 
 
-def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
+def _resolved(cfg: ConfigDict, path: Keys, text: str) -> Any:
     """The value of a string with references; the path is that of the string."""
     follow = partial(_follow, cfg, path)
     whole = _REFERENCE.fullmatch(text)
@@ -209,10 +206,10 @@ def _resolved(cfg: ConfigDict, path: Path, text: str) -> Any:
     return _REFERENCE.sub(lambda match: str(follow(match)), text)
 
 
-def _follow(cfg: ConfigDict, path: Path, match: re.Match[str]) -> Any:
+def _follow(cfg: ConfigDict, path: Keys, match: re.Match[str]) -> Any:
     """The value that a reference names."""
     dots, names = match.groups()
-    here: Path = ()
+    here: Keys = ()
     if dots:
         here = path[: -len(dots)]
     value = _at(cfg, here)

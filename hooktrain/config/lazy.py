@@ -21,11 +21,9 @@ from hooktrain.config.config_dict import (
 from hooktrain.config.overrides import apply_overrides
 from hooktrain.config.plain_data import NOT_SAVED, dotted_lines, to_data
 from hooktrain.utils.file_io import AnyPath, atomic_write
-from hooktrain.utils.names import call, dotted
+from hooktrain.utils.names import Keys, call, dotted
 
 logger = logging.getLogger(__name__)
-
-Keys = str | Sequence[str] | None
 
 _OF_THE_SCRIPT = (
     "The saved config has %s, which is of this script: import it from a module, so that another "
@@ -75,7 +73,7 @@ def instantiate(cfg: Any) -> Any:
     return _built(from_omegaconf(cfg, resolve=True), ())
 
 
-def _built(value: Any, path: tuple[Any, ...]) -> Any:
+def _built(value: Any, path: Keys) -> Any:
     kind = type(value)
     if isinstance(value, LazyCall):
         raise TypeError(
@@ -101,7 +99,7 @@ class LazyConfig:
     apply_overrides = staticmethod(apply_overrides)
 
     @staticmethod
-    def load(filename: AnyPath, keys: Keys = None) -> Any:
+    def load(filename: AnyPath, keys: str | Sequence[str] | None = None) -> Any:
         """Load the config of a Python file, which is run, or of a file that :meth:`save` wrote.
 
         In a Python file, relative imports (``from .common.train import train``) load the files

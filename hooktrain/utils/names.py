@@ -17,6 +17,9 @@ T = TypeVar("T")
 # What a state_dict() returns. A load_state_dict() does not change it.
 State: TypeAlias = dict[str, Any]
 
+# The keys, indices and names of fields that lead to a value in nested containers.
+Keys: TypeAlias = tuple[Any, ...]
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,7 +81,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         )
 
 
-def dotted(path: Iterable[object]) -> str:
+def dotted(path: Keys) -> str:
     """Join keys and indices to the dotted path of messages, references and overrides."""
     return ".".join(map(str, path))
 

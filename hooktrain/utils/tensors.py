@@ -17,16 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.utils import comm
-from hooktrain.utils.names import dotted
+from hooktrain.utils.names import Keys, dotted
 
 # A device, or its name.
 Device = str | torch.device
 
 # Tensors by name, such as the weights of a model, its gradients or its losses.
 Tensors = dict[str, Tensor]
-
-Keys = tuple[Any, ...]
-"""The keys, indices and names of fields that lead to a leaf of nested containers."""
 
 
 def is_sharded(tensor: Any) -> bool:

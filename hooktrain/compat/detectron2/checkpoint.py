@@ -19,9 +19,8 @@ from hooktrain.compat.detectron2.paths import PathManager
 from hooktrain.engine import TrainerBase, hooks
 from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, publish
+from hooktrain.utils.names import State
 from hooktrain.utils.periods import in_iterations
-
-State = dict[str, Any]
 
 _OPTIONS = {"tag", "on_saved", "on_full"}
 

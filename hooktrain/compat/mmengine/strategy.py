@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from torch import nn
 
 from hooktrain import strategy
 from hooktrain.checkpoint import Checkpointer, load_model_state, revise_names
+from hooktrain.checkpoint.loading import Renames
 from hooktrain.compat.mmengine.build import (
     Schedulers,
     build_optim_wrapper,
@@ -40,7 +41,6 @@ from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.names import State
 from hooktrain.utils.tensors import full_tensors
 
-Renames: TypeAlias = Sequence[tuple[str, str]]
 # A function that changes a checkpoint before it is written, or after it was read.
 Callback: TypeAlias = Callable[[State], object] | None
 
