@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: train test gpu store examples engines lint format docs check-site benchmark clean
+.PHONY: train test gpu store examples engines types lint format docs check-site benchmark clean
 
 train: .venv/installed
 	$(BIN)/python tools/train_net.py --config-file configs/digits_cnn.py
@@ -30,6 +30,10 @@ examples: .venv/installed-dev
 engines: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[engines]'
 	$(BIN)/python -m pytest -W default tests/engines
+
+types: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[types]'
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pytest tests/test_types.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -130,6 +130,7 @@ setup(
         "trackers": ["wandb>=0.19", "mlflow>=2.15", "trackio>=0.20"],
         "engines": ["openmpi>=5.0", "ray[train]>=2.40", "submitit>=1.5"],
         "docs": ["furo>=2024.8.6", "myst-parser>=4.0", "sphinx>=8.1", *TENSORBOARD],
+        "types": ["pyright[nodejs]>=1.1.400"],
         "dev": [
             *TENSORBOARD,
             *PLOT,
