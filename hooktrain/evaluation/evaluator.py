@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hooktrain.model.sharding import is_unit
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds
@@ -454,11 +455,9 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 
 def computes_together(model: nn.Module) -> bool:
     """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
-    for module in model.modules():
-        # Right after a forward pass the outermost parameters may still be whole.
-        if hasattr(module, "reshard"):
-            return True
-    return any(map(is_sharded, model.parameters()))
+    # Right after a forward pass the outermost parameters of units may still be whole.
+    has_units = any(map(is_unit, model.modules()))
+    return has_units or any(map(is_sharded, model.parameters()))
 
 
 def in_step(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hooktrain.model.sharding import is_unit
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils.tensors import Device, Tensors, local_tensor
 
@@ -237,7 +238,7 @@ def _read_steps(average: Any, _: Any) -> None:
 
 def _copy(model: nn.Module) -> nn.Module:
     """A copy of a model. torch cannot copy a sharded one: only its tensors are."""
-    if not any(map(_is_sharded, model.modules())):
+    if not any(map(is_unit, model.modules())):
         return copy.deepcopy(model)
     _tensors(model)  # this reshards the model, so that each rank copies its shards
     return _copy_tensors(model, {})
@@ -254,15 +255,11 @@ def _copy_tensors(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return bare
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return hasattr(type(module), "reshard")  # a method of torch's FSDPModule
-
-
 def _tensors(model: nn.Module) -> Tensors:
     """Parameters and saved buffers by name, each once; of sharded ones the local shard."""
     names: dict[Tensor, str] = {}
     for path, module in model.named_modules():
-        if _is_sharded(module):  # after an evaluation its tensors are unsharded
+        if is_unit(module):  # after an evaluation its tensors are unsharded
             module.reshard()
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import Tensors, compute_device, shard_like
+from hooktrain.utils.tensors import Tensors, compute_device, local_tensor, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -58,8 +58,8 @@ def shard_model(
             them again for the backward pass. False takes more memory and communicates
             less.
         mesh: the ranks, in one dimension, or in two to shard over the second and
-            replicate over the first. None takes all ranks, on the accelerator, or on the
-            CPU if there is none.
+            replicate over the first: then all replicas get the values of the first one.
+            None takes all ranks, on the accelerator, or on the CPU if there is none.
         values: for a model on the meta device, on the first rank the values of all
             parameters and buffers, of :func:`take_values`; on the others anything. A rank
             gets memory for its shards, and for one whole tensor at a time.
@@ -75,7 +75,6 @@ def shard_model(
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
-        FSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
         fully_shard,
@@ -92,7 +91,7 @@ def shard_model(
     }
     parameters = len(list(model.parameters()))
     for module in (*reversed(select_modules(model, wrap)), model):  # inner ones first
-        if not isinstance(module, FSDPModule):  # it may be sharded already
+        if not is_unit(module):  # it may be sharded already
             fully_shard(module, **options)
     # A parameter counts once, however many modules share it.
     if len(list(model.parameters())) > parameters:
@@ -102,7 +101,16 @@ def shard_model(
         )
     if values is not None:
         _fill(model, values, offload)
+    elif mesh is not None and mesh.ndim > 1:
+        for _, tensor in _named_tensors(model):  # replicas may have begun apart
+            local = local_tensor(tensor.detach())
+            dist.broadcast(local, group=mesh.get_group(0), group_src=0)
     return model
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` has made a module a unit, whose parameters are gathered together."""
+    return hasattr(type(module), "reshard")  # a method of torch's FSDPModule
 
 
 def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:

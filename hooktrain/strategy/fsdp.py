@@ -136,9 +136,7 @@ class FSDPStrategy(BaseStrategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place."""
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(model, FSDPModule):
+        if sharding.is_unit(model):
             return model
         model = self.convert_model(model)
         values = None

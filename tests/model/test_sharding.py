@@ -157,11 +157,17 @@ def _replicated() -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_sharded(mesh=mesh)
     rows = len(local_tensor(next(model.parameters())))
+    torch.manual_seed(dist.get_rank())
+    apart = nn.BatchNorm1d(3)
+    nn.init.normal_(apart.weight)
+    apart.running_mean.fill_(dist.get_rank())  # type: ignore[union-attr]
+    shard_model(apart, mesh=mesh)
     accumulated = make_sharded(mesh=mesh)
     train(accumulated, make_wrapper(accumulated, accumulative_counts=2), DATA)
     return [
         rows,
         _deferred(make_model, {Block}, {"mesh": mesh}),
+        [local_tensor(apart.weight).tolist(), apart.running_mean],
         full_state_dict(accumulated),
         *losses_of(model),
     ]
@@ -169,7 +175,11 @@ def _replicated() -> list[Any]:
 
 def test_a_mesh_of_two_dimensions_replicates_what_it_shards(one: list[float]) -> None:
     ranks = run_ranks(_replicated, 4)
-    rows, initialised, accumulated, *losses = ranks[0]
+    rows, initialised, _, accumulated, *losses = ranks[0]
+    shards = [rank[2][0] for rank in ranks]
+    assert shards[0] == shards[2]
+    assert shards[1] == shards[3] != shards[0][:1]
+    assert [rank[2][1].tolist() for rank in ranks] == [[0] * 3, [1] * 3] * 2
     assert rows == 9
     assert equal(initialised, dict(make_model().state_dict()))
     assert losses == pytest.approx(one, abs=1e-5)
