@@ -8,7 +8,7 @@ import reprlib
 import socket
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,14 @@ from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
 from hooktrain.utils.names import Keys, State, dotted
-from hooktrain.utils.tensors import Device, map_leaves, shard_for, shard_like, shards_of
+from hooktrain.utils.tensors import (
+    Device,
+    Tensors,
+    map_leaves,
+    shard_for,
+    shard_like,
+    shards_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +191,7 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     return states[0]
 
 
-def _copy_kept(state: State, shards: Mapping[str, Tensor]) -> State:
+def _copy_kept(state: State, shards: Tensors) -> State:
     """Copy the tensors that an object may keep when it loads the state."""
 
     def copy(keys: Keys, leaf: Any) -> Any:

@@ -7,6 +7,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hooktrain.data.samplers import mix
 
+# A function of each sample.
+Mapper = Callable[[Any], Any]
+
 # A function that filters out so many samples in a row is probably wrong.
 MAX_ATTEMPTS = 1000
 
@@ -24,13 +27,13 @@ class MapDataset(Dataset[Any]):
             forked import it by its name, so it cannot be a lambda there.
     """
 
-    def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
+    def __new__(cls, dataset: Any, map_func: Mapper) -> Any:
         """Choose the class by the kind of the data set."""
         if isinstance(dataset, IterableDataset) and cls is not MapIterableDataset:
             return MapIterableDataset(dataset, map_func)
         return super().__new__(cls)
 
-    def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Any, map_func: Mapper) -> None:
         self.dataset = dataset
         self.map_func = map_func
 

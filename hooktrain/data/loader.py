@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from hooktrain.data.dataset import MapDataset
+from hooktrain.data.dataset import MapDataset, Mapper
 from hooktrain.data.samplers import (
     InferenceSampler,
     StreamSampler,
@@ -255,7 +255,7 @@ def build_train_loader(
     dataset: Dataset[Any],
     *,
     total_batch_size: int,
-    mapper: Callable[[Any], Any] | None = None,
+    mapper: Mapper | None = None,
     sampler: Sampler[int] | None = None,
     seed: int | None = None,
     shuffle: bool = True,
@@ -332,7 +332,7 @@ def build_train_loader(
 def build_test_loader(
     dataset: Dataset[Any],
     *,
-    mapper: Callable[[Any], Any] | None = None,
+    mapper: Mapper | None = None,
     sampler: Sampler[int] | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
@@ -352,7 +352,7 @@ def build_test_loader(
     return DataLoader(dataset, sampler=sampler, **options)
 
 
-def _mapped(dataset: Dataset[Any], mapper: Callable[[Any], Any] | None) -> Dataset[Any]:
+def _mapped(dataset: Dataset[Any], mapper: Mapper | None) -> Dataset[Any]:
     """The data set, with a function that is applied to each sample, if there is one."""
     # IterableDataset inherits the method.
     if isinstance(dataset, tuple | Mapping) or not hasattr(dataset, "__getitem__"):

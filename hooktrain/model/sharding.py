@@ -4,7 +4,7 @@ Each rank holds a part of every parameter, of its gradient and of the optimizer'
 The parameters of a layer are gathered right before it computes. Names stay the same.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,7 +35,7 @@ def shard_model(
     offload: bool = False,
     reshard_after_forward: bool = True,
     mesh: DeviceMesh | None = None,
-    values: Mapping[str, Tensor] | None = None,
+    values: Tensors | None = None,
 ) -> nn.Module:
     """Shard a model in place; the parameters become DTensors. A collective.
 
@@ -190,7 +190,7 @@ def take_values(model: nn.Module) -> Tensors:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, values: Mapping[str, Tensor], offload: bool) -> None:
+def _fill(model: nn.Module, values: Tensors, offload: bool) -> None:
     """Give memory and the first rank's values to a sharded model. A collective."""
     device = compute_device(model).type
     model.to_empty(device="cpu" if offload else device)

@@ -168,7 +168,7 @@ def shards_of(model: nn.Module | None) -> Tensors:
     return {name: value for name, value in state.items() if is_sharded(value)}
 
 
-def shard_for(tensor: Tensor, key: str, shards: Mapping[str, Tensor]) -> Tensor | None:
+def shard_for(tensor: Tensor, key: str, shards: Tensors) -> Tensor | None:
     """The sharded tensor that has this one's shape, and a name that is part of the dotted key.
 
     Those with such a key are weights, their averages, and the state of an optimizer.
