@@ -33,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 5.0
 _END = object()
+_NO_MEAN = (
+    "%s of a batch is not the mean over its samples, so the result depends on the size of the "
+    "batches: MetricEvaluator(..., whole=True) calls it once for all"
+)
+# The code of functions that were given as metrics, and looked at.
+_seen: set[Any] = set()
 # The first parameter of metrics that take the targets first.
 _NAMES_OF_TARGETS = {"target", "targets", "label", "labels", "y_true"}
 
@@ -93,7 +99,8 @@ class MetricEvaluator(DatasetEvaluator):
 
     Args:
         metric: a function of outputs and targets that returns the mean over a batch. Its results
-            are averaged over the samples of all ranks, in float64. Or an object with
+            are averaged over the samples of all ranks, in float64. A function without a closure
+            gets the first batch in halves too, to see whether it is a mean. Or an object with
             ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as those of
             torchmetrics, which communicate between the ranks by themselves.
         target_key: the key of the targets in a batch that is a dict.
@@ -169,6 +176,7 @@ class _Mean:
     def update(self, outputs: Any, targets: Any) -> None:
         count = _number_of_samples(outputs, targets)
         mean = self._metric(outputs, targets)
+        _warn_of_no_mean(self._metric, outputs, targets, count, mean)
         # Whatever type the metric has. MPS has no doubles.
         dtype = torch.float32 if getattr(mean, "is_mps", False) else torch.float64
         mean = torch.as_tensor(mean, dtype=dtype).reshape(())
@@ -209,6 +217,29 @@ def _number_of_samples(outputs: Any, targets: Any) -> int:
     while isinstance(targets, Mapping):
         targets = next(iter(targets.values()))
     return len(targets)
+
+
+def _warn_of_no_mean(
+    metric: Any, outputs: Any, targets: Any, size: int, whole: Any
+) -> None:
+    """Warn of a function whose result for a batch is not the mean of those for its halves.
+
+    Each function is looked at once. One with a closure is not, since it may count its calls.
+    """
+    if not inspect.isfunction(metric) or metric.__closure__ or metric.__code__ in _seen:
+        return
+    half = size // 2
+    with suppress(Exception):  # outputs may have no halves, or a half too few samples
+        # Host-device synchronisation, once for each function.
+        first = float(metric(outputs[:half], targets[:half]))
+        second = float(metric(outputs[half:], targets[half:]))
+        if first == second == whole:
+            return  # which says little: the next batch may say more
+        _seen.add(metric.__code__)
+        error = abs(half * first + (size - half) * second - size * whole)
+        # A mean in bfloat16 is rounded by 0.2 %.
+        if error > 0.003 * size * (abs(first) + abs(second)):
+            logger.warning(_NO_MEAN, metric.__name__)
 
 
 def _joined(parts: Any) -> Any:

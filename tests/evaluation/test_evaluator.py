@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gloo import run_ranks
+from hooktrain import evaluation
 from hooktrain.demos import ClassificationEvaluator
 from hooktrain.evaluation import (
     DatasetEvaluator,
@@ -289,6 +290,79 @@ def test_a_metric_of_the_whole_is_called_once_with_all_batches_of_all_ranks() ->
     first, second = run_ranks(whole_and_averaged, 2)
     assert first == second
     assert first[:2] == [whole, again]
+
+
+def rmse(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean().sqrt()
+
+
+def right_ones(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.round() == targets).sum()
+
+
+def accuracy_by_broadcasting(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.round() == targets[:, None]).float().mean()
+
+
+def share_of_large_ones(outputs: Tensor, targets: Tensor) -> float:
+    found = outputs > 1
+    return 2 * float((found & (targets > 1)).sum()) / max(1, float(found.sum()))
+
+
+@pytest.mark.parametrize(
+    "metric", [rmse, right_ones, accuracy_by_broadcasting, share_of_large_ones]
+)
+def test_a_function_that_is_no_mean_over_the_samples_is_told_once(
+    caplog: pytest.LogCaptureFixture, metric: Any
+) -> None:
+    torch.manual_seed(0)
+    x = 2 * torch.randn(15)
+    targets = x.round()
+    targets[0] += 3
+    loader = [(torch.zeros(4), torch.zeros(4)), (x, targets)]
+    for _ in range(2):
+        inference_on_dataset(first_of, loader, metric)
+    [message] = [m for m in caplog.messages if "whole=True" in m]
+    assert metric.__name__ in message
+
+
+def mean_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).mean()
+
+
+def log_likelihood(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.abs().neg().exp().log().mean()
+
+
+def share_of_equal_lists(outputs: list[Tensor], targets: list[Tensor]) -> float:
+    return sum(map(torch.equal, outputs, targets)) / len(targets)
+
+
+def sum_of_tasks(outputs: tuple[Tensor, Tensor], targets: list[Tensor]) -> Tensor:
+    return outputs[0].square().mean() + targets[0].abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_means_over_the_samples_and_functions_that_count_are_not_told(
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    calls: list[int] = []
+
+    def counts(outputs: Any, targets: Any) -> float:
+        calls.append(len(targets))
+        return float(len(targets))
+
+    loader = [(torch.randn(n, dtype=dtype), torch.randn(n)) for n in (15, 64, 1)]
+    for metric in (mean_error, log_likelihood, counts):
+        evaluation.evaluator._seen.clear()
+        inference_on_dataset(first_of, loader, metric)
+    assert calls == [15, 64, 1]
+    lists = [([torch.ones(2), torch.zeros(2)], [torch.ones(2), torch.ones(2)])]
+    inference_on_dataset(first_of, lists, share_of_equal_lists)
+    pairs = [(x, [x, x]) for x in (torch.randn(7), torch.randn(2))]
+    inference_on_dataset(lambda pair: (pair[0], pair[0]), pairs, sum_of_tasks)
+    assert caplog.messages == []
 
 
 def test_the_whole_has_the_structure_of_a_batch() -> None:
