@@ -4,7 +4,8 @@
 
 A try is a training of one of the scripts in tools/crash_scripts.py, with one to four ranks, with or
 without loader workers, with files or folders of shards, in the foreground or the background. It
-runs in child processes, which tools/crash_faults.py starts and disturbs. The core's script also
+runs in child processes, which tools/crash_faults.py starts and disturbs. Half of the tries, but for
+those of detectron2's script, compute in bfloat16 and accumulate gradients. The core's script also
 reads a stream in half of its tries, and stops early in half of them. Four ranks that write folders
 divide the model twice, two by two (HSDP). ``--ranks 3 4`` draws these numbers only, one as often as
 the other; else one rank or two are drawn in two thirds of the tries. Faults strike a run one after
@@ -206,8 +207,10 @@ class Campaign:
         script = TURNS[number % len(TURNS)]
         # Streams and early stops are the core's.
         further = flags if script == "core" else (False,)
-        choices = list(product(self.ranks, (0, 2), flags, flags, further, further))
-        return Variant(script, *draw.choice(choices))
+        # detectron2 has neither bfloat16 nor accumulation.
+        mixed = flags if script != "DefaultTrainer" else (False,)
+        choices = product(self.ranks, (0, 2), flags, flags, further, further, mixed)
+        return Variant(script, *draw.choice(list(choices)))
 
     def disturb(
         self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
@@ -338,8 +341,9 @@ class LostMachines(Campaign):
         if number % 3 == 1:
             script = ("DefaultTrainer", "StepTrainer")[number // 3 % 2]
             parts = draw.choice(list(product(self.ranks, (0, 2), flags, flags)))
-            return Variant(script, *parts, False, False, *place)
-        choices = list(product(self.ranks, (0, 2), flags, flags, flags, flags))
+            mixed = script == "StepTrainer" and draw.random() < 0.5
+            return Variant(script, *parts, False, False, mixed, *place)
+        choices = list(product(self.ranks, (0, 2), *[flags] * 5))
         variant = Variant("core", *draw.choice(choices), *place)
         if number % 3 == 0:
             return variant

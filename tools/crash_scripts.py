@@ -58,6 +58,7 @@ class Variant:
         background: save in the background.
         streams: read the data as a stream, which torchdata continues.
         stops_early: end when an evaluation has brought no improvement.
+        mixed: compute in bfloat16, and accumulate gradients.
         store: the address of a store, or "".
         port: of the server of an ``s3://`` store.
         ranks_change: each machine has another number of ranks.
@@ -70,6 +71,7 @@ class Variant:
     background: bool
     streams: bool = False
     stops_early: bool = False
+    mixed: bool = False
     store: str = ""
     port: int = 0
     ranks_change: bool = False
@@ -159,6 +161,10 @@ def core(folder: str, variant: Variant) -> None:
         "model.channels": 4,
         "model.dropout": 0.5,
     }
+    if variant.mixed:
+        options["train.amp.enabled"] = True
+        options["train.amp.dtype"] = "bfloat16"
+        options["train.accumulative_counts"] = 2
     if variant.store:
         options["train.store"] = variant.store
     if variant.is_hybrid:
@@ -346,13 +352,18 @@ def prepared(folder: str, variant: Variant) -> Any:
         )
     else:
         strategy = mmengine.DDPStrategy(**settings)
+    optim_wrapper: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "lr": 0.01, "weight_decay": 0.01},
+        "clip_grad": {"max_norm": 1.0},
+        "paramwise_cfg": {"norm_decay_mult": 0.0},
+    }
+    if variant.mixed:
+        # An iteration is one batch here, so a save is exact at the end of an accumulation.
+        optim_wrapper["accumulative_counts"] = SAVE_PERIOD
+        optim_wrapper.update(type="AmpOptimWrapper", dtype="bfloat16")
     strategy.prepare(
         {"type": DigitsClassifier},
-        optim_wrapper={
-            "optimizer": {"type": "AdamW", "lr": 0.01, "weight_decay": 0.01},
-            "clip_grad": {"max_norm": 1.0},
-            "paramwise_cfg": {"norm_decay_mult": 0.0},
-        },
+        optim_wrapper=optim_wrapper,
         param_scheduler=[
             {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 10},
             {"type": "CosineAnnealingLR", "by_epoch": False, "begin": 10},

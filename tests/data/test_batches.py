@@ -74,6 +74,29 @@ class Numbers(Placed):
         return list(range(10))
 
 
+def test_another_iterator_of_a_loader_does_not_move_the_position(
+    tmp_path: Path,
+) -> None:
+    def loader() -> Any:
+        return build_train_loader(torch.arange(100.0), total_batch_size=4, seed=3)
+
+    whole = torch.stack(list(islice(Batches(loader()), 6)))
+    read = loader()
+    batches = Batches(read)
+    for i in range(3):
+        # Before the first batch and between two, as a hook may do.
+        assert torch.equal(next(iter(read)), whole[i])
+        assert torch.equal(next(batches), whole[i])
+        list(islice(read, 5))
+    save_file(batches.state_dict(), tmp_path / "state.pth")
+    resumed = loader()
+    batches = Batches(resumed)
+    batches.load_state_dict(load_file(tmp_path / "state.pth"))
+    assert torch.equal(next(iter(resumed)), whole[3])
+    assert torch.equal(torch.stack(list(islice(batches, 3))), whole[3:])
+    assert batches.state_dict()["loader"]["batches"] == 6
+
+
 # Inside of an epoch, at its end, and in the second one.
 @pytest.mark.parametrize(("workers", "stops"), [(0, (2, 5, 7)), (2, (2, 6, 7))])
 def test_a_stream_of_torchdata_continues_where_it_was(

@@ -192,6 +192,18 @@ def test_a_folder_that_a_mistake_has_renamed_resumes_exactly(folder: Path) -> No
     assert_same_end(folder, whole)
 
 
+def test_an_output_folder_of_the_home_folder_is_found_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    monkeypatch.chdir(folder.parent)
+    start(Path("~/out"), stop=6)
+    assert {"log.txt", "config.json", "metrics.json", "model_final.pth"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("how", ["whole", "~", "linked"])
 def test_a_second_stage_in_the_folder_of_its_initial_checkpoint_is_refused(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch

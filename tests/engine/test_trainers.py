@@ -948,6 +948,27 @@ def test_a_bad_loss_is_found_at_the_end_of_a_period_or_of_the_run(
     assert trainer.iter == found_at
 
 
+def poison_rank_1(folder: Path) -> tuple[str, list[str]]:
+    """The error of this rank, and the checkpoints, where rank 1 has a bad loss at iteration 3."""
+    data = poisoned(9, at=3) if comm.get_rank() == 1 else batches(9)
+    model = create_ddp_model(LinearLoss())
+    trainer = SimpleTrainer(model, data, sgd(model))
+    checkpointer = Checkpointer(model, folder, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2)])
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.train(0, 9)
+    return str(caught.value), sorted(path.name for path in folder.glob("model*"))
+
+
+def test_a_bad_loss_of_one_rank_is_the_same_error_on_all_and_in_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(poison_rank_1, 2, tmp_path)
+    assert first == second
+    assert "iteration=3!" in first[0]
+    assert first[1] == ["model_0000001.pth"]  # of iteration 3 there is none
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_every_last_metric_reaches_the_file(tmp_path: Path, asynchronous: bool) -> None:
     trainer = net_trainer(async_write_metrics=asynchronous)

@@ -118,6 +118,28 @@ def test_sparse_gradients_are_looked_at() -> None:
     assert model.table.weight.isfinite().all()
 
 
+class WithAnEmptyTable(LinearLoss):
+    """A parameter without elements takes part, as of a vocabulary that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+def test_a_parameter_without_elements_counts_as_finite(tmp_path: Path) -> None:
+    model = WithAnEmptyTable()
+    trainer = run(model, data({1}))
+    assert trainer.optim_wrapper.skipped_updates == 1
+    assert model.nothing.grad is not None
+    trainer.register_hooks(
+        [hooks.PeriodicCheckpointer(Checkpointer(model, tmp_path), 1)]
+    )
+    trainer.train(max_iter=5)  # a save looks at all weights
+
+
 @pytest.mark.parametrize("counts", [1, 2])
 def test_of_several_optimizers_only_the_one_concerned_skips(counts: int) -> None:
     model, before = Two(), Two()
