@@ -5,7 +5,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from hooktrain.checkpoint.resume import archive_folder, checkpoint_names
 from hooktrain.checkpoint.store import Store
 from hooktrain.config import ConfigDict, LazyConfig, resolve
 from hooktrain.engine import hooks
+from hooktrain.evaluation.testing import EvalFunction
 from hooktrain.events import EventWriter
 from hooktrain.strategy import create_ddp_model as create_ddp_model
 from hooktrain.strategy.environment import restart_count, set_random_seed
@@ -252,7 +253,7 @@ def default_hooks(
     checkpointer: Checkpointer,
     checkpoint_period: int | str,
     max_to_keep: int | None = 3,
-    eval_function: Callable[[], Mapping[str, Any] | None] | None = None,
+    eval_function: EvalFunction | None = None,
     eval_period: int | str = 0,
     best_metric: str | None = None,
     best_mode: str | None = None,

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from hooktrain.engine.hook_list import (
 )
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.preflight import warn_of_events
-from hooktrain.evaluation.testing import as_numbers
+from hooktrain.evaluation.testing import Results, as_numbers
 from hooktrain.events import EventStorage
 from hooktrain.utils import comm
 from hooktrain.utils.env import in_one_thread, seed_step
@@ -272,7 +272,7 @@ class TrainerBase:
             raise error
         self.succeeded = self.is_last
 
-    def after_evaluation(self, results: Mapping[str, Any]) -> None:
+    def after_evaluation(self, results: Results) -> None:
         """Record the results of an evaluation, then call the hooks. A collective.
 
         ``EvalHook`` calls it, and so does any hook or loop that evaluates in its own way. Every

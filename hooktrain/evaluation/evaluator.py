@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hooktrain.evaluation.testing import Results
 from hooktrain.model.sharding import is_unit
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
@@ -82,7 +83,7 @@ class DatasetEvaluator:
         """
         raise NotImplementedError(f"{type(self).__name__} must define process")
 
-    def evaluate(self) -> Mapping[str, Any] | None:
+    def evaluate(self) -> Results | None:
         """Compute the results of all batches. Every rank calls it, so it may be collective.
 
         Returns:

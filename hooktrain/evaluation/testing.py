@@ -2,13 +2,17 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+# What an evaluation returns: metrics by name, or by task and name.
+Results = Mapping[str, Any]
+EvalFunction = Callable[[], Results | None]
 
-def print_csv_format(results: Mapping[str, Any]) -> None:
+
+def print_csv_format(results: Results) -> None:
     """Log results so that they can be pasted into a spreadsheet.
 
     Each task gives three lines: its name, the names of its metrics, and their values, with four
@@ -29,7 +33,7 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
 
 
 def verify_results(
-    expected: Iterable[tuple[str, str, float, float]], results: Mapping[str, Any]
+    expected: Iterable[tuple[str, str, float, float]], results: Results
 ) -> bool:
     """Check that an evaluation came out as expected.
 
@@ -64,7 +68,7 @@ def verify_results(
     return True
 
 
-def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_results_dict(results: Results) -> dict[str, Any]:
     """Turn nested dictionaries into a flat one, whose keys are the nested keys joined by "/".
 
     Example:
@@ -81,7 +85,7 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+def as_numbers(results: Results) -> dict[str, float]:
     """The results that are numbers, in a flat dictionary. A warning names the others.
 
     Raises:

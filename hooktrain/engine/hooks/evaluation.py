@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +20,7 @@ from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
 from hooktrain.evaluation.evaluator import DatasetEvaluators
-from hooktrain.evaluation.testing import as_numbers
+from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.names import State, check_count, did_you_mean
@@ -72,7 +72,7 @@ class EvalHook(HookBase):
     def __init__(
         self,
         eval_period: int | str,
-        eval_function: Callable[[], Mapping[str, Any] | None],
+        eval_function: EvalFunction,
         eval_after_train: bool = True,
     ) -> None:
         if not callable(eval_function):
@@ -82,7 +82,7 @@ class EvalHook(HookBase):
         self._period = Period(eval_period)
         self._func = eval_function
         self._eval_after_train = eval_after_train
-        self.last_results: Mapping[str, Any] = {}
+        self.last_results: Results = {}
         self.is_told = False
 
     def before_train(self) -> None:
