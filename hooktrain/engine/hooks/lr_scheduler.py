@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from statistics import mode
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
@@ -21,6 +21,9 @@ from hooktrain.utils.names import State
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
+
+# Schedules, or their states, by the names of optimizers. The only optimizer has the name "".
+ByOptimizer: TypeAlias = Mapping[str, list[Any]]
 
 
 class LRScheduler(HookBase):
@@ -71,7 +74,6 @@ class LRScheduler(HookBase):
         self.scheduler = scheduler
         self._metric = metric
         self._by_epoch = by_epoch
-        # By the names of optimizers; the only optimizer has the name "".
         self._schedulers: dict[str, list[Any]] = {}
         self._loaded: State = {}  # and not given to them yet
 
@@ -98,7 +100,6 @@ class LRScheduler(HookBase):
         if not self._driven:
             logger.info("No schedule is given: the learning rate is only recorded")
         if self._loaded:
-            self.check_state_dict(self._loaded)
             for name, states in _saved_schedulers(self._loaded).items():
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
                     schedule.load_state_dict(state)
@@ -111,8 +112,8 @@ class LRScheduler(HookBase):
         wrapper = getattr(self.trainer, "optim_wrapper", None)
         return by_name(self._optimizer or wrapper or self.trainer.optimizer)
 
-    def _schedules_by_name(self) -> dict[str, list[Any]]:
-        """The schedules as they were given, by the names of their optimizers."""
+    def _schedules_by_name(self) -> ByOptimizer:
+        """The schedules as they were given."""
         if self.scheduler is None:
             self.scheduler = getattr(self.trainer, "scheduler", None)
         named = self.scheduler
@@ -293,10 +294,8 @@ class LRScheduler(HookBase):
         self._loaded = dict(state_dict)
 
 
-def check_schedulers(
-    schedules: Mapping[str, list[Any]], states: Mapping[str, list[Any]]
-) -> None:
-    """Refuse states, by the names of optimizers, that are of more or fewer schedules."""
+def check_schedulers(schedules: ByOptimizer, states: ByOptimizer) -> None:
+    """Refuse states that are of more or fewer schedules."""
     here = {name: len(each) for name, each in schedules.items()}
     saved = {name: len(each) for name, each in states.items()}
     if here != saved:
@@ -305,8 +304,8 @@ def check_schedulers(
         )
 
 
-def _saved_schedulers(state_dict: State) -> Mapping[str, list[Any]]:
-    """The states of the schedulers by the names of their optimizers."""
+def _saved_schedulers(state_dict: State) -> ByOptimizer:
+    """The states of the schedulers in that of the hook."""
     # detectron2's is the state of the only scheduler.
     only = {"": [state_dict]}
     return state_dict.get("schedulers", only)  # type: ignore[no-any-return]
