@@ -115,6 +115,7 @@ class EvalHook(HookBase):
         self.announce()
         self.trainer.seed_generators(self.trainer.done, "evaluation")
         outcome: Future[dict[str, float]] = Future()
+        patience = None
         with self.trainer.clock.pause("evaluation"):
             try:
                 outcome.set_result(self._evaluate())
@@ -123,10 +124,10 @@ class EvalHook(HookBase):
                     "The evaluation failed: the run ends after the other hooks of this iteration"
                 )
                 outcome.set_exception(error)
+                patience = _PATIENCE_SECONDS
             # Ranks need very different times to evaluate. They wait for each other here, so that a
             # stack of a rank that waits shows what it is waiting for.
-            has_failed = outcome.exception() is not None
-            if not _wait_for_all_ranks(_PATIENCE_SECONDS if has_failed else None):
+            if not _wait_for_all_ranks(patience):
                 outcome.result()
         try:
             results, *others = comm.on_all_ranks(outcome.result)
