@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_state import parameter_names
+from hooktrain.solver.optim_wrapper import OptimWrapper
 from hooktrain.solver.optim_wrapper_dict import by_name
 
 logger = logging.getLogger(__name__)
@@ -74,10 +75,9 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
             name,
         )
     for wrapper in wrappers:
-        groups = wrapper.param_groups
         # Schedulers of timm multiply each lr when they are made.
-        scales = {group.get("lr_scale", 1.0) for group in groups}
-        if len(scales) > 1 and len({float(group["lr"]) for group in groups}) == 1:
+        scales = {group.get("lr_scale", 1.0) for group in wrapper.param_groups}
+        if len(scales) > 1 and len(set(rates_of(wrapper))) == 1:
             logger.warning(
                 "lr_scale in groups of the optimizer is for schedulers of timm, and nothing else "
                 "reads it: for each of them group['lr'] *= group.pop('lr_scale')"
@@ -115,10 +115,17 @@ def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
     for name, wrapper in by_name(optim_wrapper).items():
         found[name] = (
             sum(parameter._version for parameter in wrapper.parameters),
-            # Host-device synchronisation, where rates are tensors: twice in a run.
-            [float(group.get("lr", 1.0)) for group in wrapper.param_groups],
+            rates_of(wrapper),
         )
     return found
+
+
+def rates_of(optimizer: Optimizer | OptimWrapper) -> list[float]:
+    """The rates of the groups of an optimizer; 1 if it has none.
+
+    Host-device synchronisation, if they are tensors.
+    """
+    return [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
 
 
 def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None:

@@ -15,7 +15,7 @@ from hooktrain.engine.hooks.evaluation import (
     tell_without_evaluation,
 )
 from hooktrain.solver import LRMultiplier, ParamScheduler
-from hooktrain.solver.checks import scheduled
+from hooktrain.solver.checks import rates_of, scheduled
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils.names import State
 from hooktrain.utils.periods import Period
@@ -261,7 +261,7 @@ class LRScheduler(HookBase):
     def after_train(self) -> None:
         """Note the rates, so that the next run sees whether they were set meanwhile."""
         for (optimizer, _), _ in self._driven:
-            scheduled[optimizer] = _rates_of(optimizer)
+            scheduled[optimizer] = rates_of(optimizer)
 
     @staticmethod
     def get_best_param_group_id(optimizer: Optimizer) -> int:
@@ -272,7 +272,7 @@ class LRScheduler(HookBase):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if max(sizes) > 1:
             return sizes.index(max(sizes))
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        rates = rates_of(optimizer)
         return rates.index(mode(rates))
 
     def state_dict(self) -> State:
@@ -335,15 +335,10 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
         )
 
 
-def _rates_of(optimizer: Optimizer) -> list[float]:
-    # Host-device synchronisation, where rates are tensors: twice in a run.
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
 def _warn_of_new_rates(optimizer: Optimizer) -> None:
     """Warn of rates that were set after the last run, and that a multiplier does not see."""
     left = scheduled.get(optimizer, [])
-    rates = _rates_of(optimizer)[: len(left)]
+    rates = rates_of(optimizer)[: len(left)]
     if rates != left:
         logger.warning(
             "lr was set to %s after the last run, and is not used: the schedule multiplies "
