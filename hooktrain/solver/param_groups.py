@@ -164,7 +164,7 @@ def _keys(name: str) -> tuple[str, str]:
     return name.rpartition(".")[2], name
 
 
-def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
+def expand_param_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """One group for each parameter, in order of first appearance.
 
     Where a parameter is in several groups, later settings replace earlier ones.
@@ -180,7 +180,7 @@ def expand_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
     return list(expanded.values())
 
 
-def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
+def reduce_param_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """The same parameters and settings in as few groups as possible.
 
     Groups and parameters are in order of first appearance. Optimizers update a group with
@@ -199,7 +199,7 @@ def reduce_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]
     return reduced
 
 
-def settings_of(group: Mapping[str, Any]) -> ParamGroup:
+def settings_of(group: ParamGroup) -> ParamGroup:
     """A parameter group without its parameters, and without torch's names of these."""
     return {
         key: value
