@@ -425,6 +425,10 @@ class Checkpointer:
         found = self.read_newest() if resume and self.save_dir else None
         if found is None:
             return self.load(path, checkpointables=[])
+        if path:
+            self.logger.info(
+                "%s is not loaded, since the folder has a run to resume", path
+            )
         if checkpointables is None:
             checkpointables = self.checkpointables
         self._left_out -= found[1]["model"].keys()

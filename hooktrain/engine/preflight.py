@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Names of methods in Lightning, MMEngine and transformers.
 _OF_OTHERS = re.compile(
     r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
+    r"|on_(before|after)_|optimizer_step|lr_scheduler_step|configure_gradient_clipping"
     r"|(training|validation|test|predict)_step|(train|val|test)_dataloader"
     r"|configure_optimizers"
 )
@@ -92,13 +93,16 @@ def log_units(trainer: Any) -> None:
 
 
 def tell_of_early_gradients(trainer: Any) -> None:
-    """Tell of a ``compute_loss`` that makes or frees gradients.
+    """Tell of a ``compute_loss`` that makes, clips or frees gradients.
 
     Without accumulation they are only dropped, as those of an adversarial example may be.
     """
-    calls = {"backward", "zero_grad"}.intersection(
-        names_used(getattr(trainer, "compute_loss", None))
-    )
+    calls = {
+        "backward",
+        "zero_grad",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+    }.intersection(names_used(getattr(trainer, "compute_loss", None)))
     if calls:
         logger.log(
             logging.WARNING if trainer.batches_per_step > 1 else logging.INFO,

@@ -103,5 +103,9 @@ def as_numbers(results: Results) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):  # the last is a tensor's
             left_out.append(name)
     if left_out:
-        logger.warning("Results that are not a number are left out: %s", left_out)
+        logger.warning(
+            "Results that are not a number are left out: %s. Of several numbers return the mean, "
+            "or each under a name (torchmetrics' ClasswiseWrapper)",
+            left_out,
+        )
     return numbers

@@ -47,8 +47,8 @@ def parse_losses(output: Any) -> tuple[Tensor, Values]:
             "no loss has a gradient (is this under no_grad, or is all of the model frozen?): "
             f"{output!r:.300}"
         )
-    if len(losses) > 1:
-        _check_names(tuple(losses))
+    if len(values) > 1:
+        _check_names(tuple(losses), tuple(values.keys() - losses.keys()))
     loss = reduce(add, losses.values())
     if values.get("total_loss", loss) is not loss:
         raise ValueError(
@@ -59,14 +59,18 @@ def parse_losses(output: Any) -> tuple[Tensor, Values]:
 
 
 @lru_cache
-def _check_names(names: tuple[str, ...]) -> None:
-    """Log the names of several values with a gradient, unless it is not clear what to add up.
+def _check_names(names: tuple[str, ...], recorded: tuple[str, ...]) -> None:
+    """Log what is added up and what is only recorded, unless that is not clear.
 
     All names are looked at in the first step only.
+
+    Args:
+        names: those of the values with a gradient.
+        recorded: those of the others.
     """
     sums = [name for name in names if name in _SUMS]
     others = [name for name in names if not is_loss(name)]
-    if sums:
+    if sums and len(names) > 1:
         raise ValueError(
             f"{sums[0]!r} has a gradient, and so have others of {list(names)}. Is it their sum? "
             "Then detach() the others, which are recorded and not added. Is it one of several to "
@@ -77,7 +81,11 @@ def _check_names(names: tuple[str, ...]) -> None:
             f"{others} of {list(names)} have a gradient, but no 'loss' in the name. To record "
             "them, detach() them; to add them to the loss, put 'loss' into each name"
         )
-    logger.info("The loss is the sum of %s", list(names))
+    logger.info(
+        "The loss is the sum of %s; without a gradient, so only recorded: %s",
+        list(names),
+        sorted(recorded),
+    )
 
 
 def values_by_name(output: Any) -> Values:

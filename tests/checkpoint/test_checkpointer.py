@@ -137,6 +137,27 @@ def test_without_a_folder_nothing_is_saved(
     assert checkpointer.resume_or_load("") == {}
 
 
+def test_weights_to_begin_with_are_told_where_a_run_is_resumed_instead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    other = Checkpointer(model_of(1), tmp_path / "other")
+    other.save("model_final")
+    weights = tmp_path / "other" / "model_final.pth"
+    model = model_of(3)
+    saver = Checkpointer(model, tmp_path / "run")
+    saver.resume_or_load(weights)
+    assert torch.equal(model.weight, model_of(1).weight)
+    assert "is not loaded" not in caplog.text
+    saver.save("model_0000009", iteration=9)
+    caplog.clear()
+    assert saver.resume_or_load(weights) == {"iteration": 9}
+    assert f"{weights} is not loaded" in caplog.text
+    caplog.clear()
+    saver.resume_or_load()
+    assert "is not loaded" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["", ".a", "sub/model", "../model"])
 def test_a_name_with_a_folder_or_a_hidden_one_is_refused(
     name: str, tmp_path: Path

@@ -342,6 +342,11 @@ class CallsItsOwn(Base):
         self.training_step()
 
 
+class StepsLikeLightning(Base):
+    def on_before_optimizer_step(self) -> None:
+        self.seen = 7
+
+
 class OfLightning(Base):
     def training_step(self) -> None:
         super().training_step()  # type: ignore[misc]
@@ -363,6 +368,7 @@ def test_a_method_that_leaves_nothing_out_is_not_told(
         (Forgets, "Forgets.after"),
         (ForgetsConstructor, "ForgetsConstructor.__init__"),
         (OfLightning, "OfLightning.training_step is not an event"),
+        (StepsLikeLightning, "on_before_optimizer_step is not an event"),
     ],
 )
 def test_a_method_that_is_not_called_or_lacks_its_super_is_told(
@@ -423,6 +429,7 @@ def test_the_log_says_what_an_iteration_and_an_epoch_are(
         ((), 2, None),
         (("backward",), 1, logging.INFO),
         (("backward", "zero_grad"), 2, logging.WARNING),
+        (("backward", "zero_grad", "clip_grad_norm_"), 1, logging.INFO),
     ],
 )
 def test_a_loss_that_makes_or_frees_gradients_is_told(
@@ -443,7 +450,14 @@ def test_a_loss_that_makes_or_frees_gradients_is_told(
             self.model(data).backward()
             return self.model((data + data.grad.sign()).detach())
 
-    kind = [SimpleTrainer, Adversarial, Freeing][len(calls)]
+    class Clipping(Freeing):
+        def compute_loss(self, data: Any) -> Any:
+            self.model(data).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.zero_grad()
+            return self.model(data)
+
+    kind = [SimpleTrainer, Adversarial, Freeing, Clipping][len(calls)]
     caplog.set_level(logging.INFO)
     model = LinearLoss()
     kind(model, batches(2), OptimWrapper(sgd(model), count)).train(max_iter=1)

@@ -85,7 +85,11 @@ def test_the_names_of_what_is_added_up_are_logged_once(
     caplog.set_level(logging.INFO)
     for _ in range(2):
         parse_losses({"ce": ONE, "confidence": TWO, "acc": HALF})
-    assert caplog.messages == ["The loss is the sum of ['ce', 'confidence']"]
+        parse_losses({"loss": ONE, "loss_aux": HALF})
+        parse_losses({"loss": ONE})
+    text = "The loss is the sum of %s; without a gradient, so only recorded: %s"
+    summed = [(["ce", "confidence"], ["acc"]), (["loss"], ["loss_aux"])]
+    assert caplog.messages == [text % names for names in summed]
 
 
 def test_what_is_no_loss_is_told_by_its_types_and_shapes() -> None:

@@ -6,7 +6,11 @@ from statistics import mode
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    LambdaLR,
+    LRScheduler as TorchScheduler,
+    ReduceLROnPlateau,
+)
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import (
@@ -175,6 +179,7 @@ class LRScheduler(HookBase):
                 period,
                 self._by_epoch,
             )
+            _log_end(scheduler, self.trainer.max_iter // period)
         self.drive(scheduler, optimizer, "lr")
         return scheduler
 
@@ -313,6 +318,20 @@ def _saved_schedulers(state_dict: State) -> ByOptimizer:
 
 def _unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _log_end(scheduler: Any, steps: int) -> None:
+    """Log that a schedule of torch is longer than the run, and where a function ends."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        length = getattr(scheduler, name, 0)
+        if length > 1.5 * steps:
+            text = (
+                "The run ends at step %d of %s=%d, so the rate does not come to its end"
+            )
+            logger.info(text, steps, name, length)
+    if isinstance(scheduler, LambdaLR):
+        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](steps)
+        logger.info("lr ends at %g", rate)
 
 
 def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
+    LambdaLR,
+    LinearLR,
     OneCycleLR,
     ReduceLROnPlateau,
     StepLR,
@@ -114,6 +116,33 @@ def test_the_log_says_how_many_steps_a_scheduler_takes_and_if_a_cosine_goes_up_a
     assert f" takes {steps} steps in this run" in caplog.text
     assert f"(by_epoch={by_epoch})" in caplog.text
     assert ("goes up again after T_max=2 steps" in caplog.text) is is_wave
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_epoch", "told"),
+    [
+        (lambda o: CosineAnnealingLR(o, 90), False, "6 of T_max=90"),
+        (lambda o: CosineAnnealingLR(o, 6), True, "2 of T_max=6"),
+        (lambda o: CosineAnnealingLR(o, 6), False, None),
+        (lambda o: OneCycleLR(o, 1.0, total_steps=90), False, "6 of total_steps=90"),
+        (lambda o: LinearLR(o, total_iters=12), False, "6 of total_iters=12"),
+        (lambda o: LinearLR(o, total_iters=3), False, None),
+        (lambda o: LambdaLR(o, lambda n: 0.5**n), False, "lr ends at 0.015625"),
+        (lambda o: LambdaLR(o, lambda n: 0.5**n), True, "lr ends at 0.25"),
+    ],
+)
+def test_the_log_says_that_a_schedule_is_longer_than_the_run_or_where_it_ends(
+    schedule: Any, by_epoch: bool, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer(lr=1.0)
+    trainer.epoch_length = 3
+    made = schedule(trainer.optimizer)
+    trainer.register_hooks([LRScheduler(scheduler=made, by_epoch=by_epoch)])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 6)
+    assert (told or "takes") in caplog.text
+    said = [m for m in caplog.messages if "The run ends at" in m or "lr ends" in m]
+    assert len(said) == bool(told)
 
 
 def test_the_log_says_between_which_rates_each_run_is(
