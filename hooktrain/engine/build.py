@@ -83,7 +83,7 @@ def prepare_model(cfg: Any) -> tuple[BaseStrategy, nn.Module]:
     Raises:
         ValueError: for a misspelt key; see :func:`hooktrain.engine.settings.check_settings`.
         TypeError: if ``train.strategy`` is already built, so that settings cannot change it.
-        ImportError: for an unknown strategy or wrapper.
+        ImportError: for an unknown strategy.
     """
     check_settings(cfg)
     train = cfg.train

@@ -43,7 +43,7 @@ def train_settings() -> dict[str, Any]:
         accumulative_counts=1,  # batches per update
         clip_grad=None,  # like dict(max_norm=1.0), or dict(type="value", clip_value=0.5)
         ddp=dict(
-            wrapper=None,  # a class or its dotted name; None chooses by the model
+            wrapper=None,  # a class; None chooses by the model
             broadcast_buffers=False,
             find_unused_parameters=False,
             fp16_compression=False,

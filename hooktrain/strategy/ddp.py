@@ -61,7 +61,7 @@ def create_ddp_model(
     model: nn.Module,
     *,
     fp16_compression: bool = False,
-    wrapper: type[nn.Module] | str | None = None,
+    wrapper: type[nn.Module] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Wrap a model in DistributedDataParallel if there are several ranks. A collective.
@@ -70,14 +70,11 @@ def create_ddp_model(
         model: the model, on its device.
         fp16_compression: whether the ranks exchange gradients in float16; not for a
             ``SeparateDistributedDataParallel``.
-        wrapper: the class of the wrapper, or its dotted name; None is :func:`wrapper_for`.
+        wrapper: the class of the wrapper; None is :func:`wrapper_for`.
         options: the wrapper's options; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Returns:
         The wrapped model; in a single process the model itself.
-
-    Raises:
-        ImportError: if there is no such wrapper.
     """
     # Before the ranks get the first rank's weights.
     init_weights_once(model)
@@ -86,8 +83,8 @@ def create_ddp_model(
     device = compute_device(model)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
-    kind: Any = locate(wrapper) if isinstance(wrapper, str) else wrapper
-    ddp: Any = (kind or wrapper_for(model))(model, **options)
+    kind: Any = wrapper or wrapper_for(model)
+    ddp = kind(model, **options)
     if fp16_compression:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
             fp16_compress_hook,

@@ -27,7 +27,6 @@ from hooktrain.strategy import (
 )
 from toys import Regression, sgd_wrapper, toy_gan, train_steps
 
-OWN = "hooktrain.model.NamingDistributedDataParallel"
 HALVES = [slice(0, 4), slice(4, 8)]
 
 
@@ -74,7 +73,7 @@ def wrappers() -> list[str]:
 
 
 def options() -> float:
-    mine = {"find_unused_parameters": True, "wrapper": OWN}
+    mine = {"find_unused_parameters": True, "wrapper": NamingDistributedDataParallel}
     made = strategy(ddp=mine)
     model = made.prepare(Regression())
     assert type(model) is NamingDistributedDataParallel
