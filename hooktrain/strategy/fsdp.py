@@ -41,7 +41,6 @@ class FSDPStrategy(BaseStrategy):
             exchange of gradients. None changes none.
         offload: whether to keep parameters, gradients and the optimizer's state in CPU memory. The
             process group then also needs a backend for the CPU: ``backend="cpu:gloo,cuda:nccl"``.
-        activation_checkpointing: see :class:`BaseStrategy`; True means the modules of ``wrap``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
         deferred_init: whether only the first rank builds the model of a LazyCall or function, with
             values, on the CPU. The others build it on the meta device, without values, and get
@@ -76,7 +75,6 @@ class FSDPStrategy(BaseStrategy):
         wrap: WrapRule = (),
         mp_policy: Precision = None,
         offload: bool = False,
-        activation_checkpointing: bool | WrapRule = False,
         reshard_after_forward: bool = True,
         deferred_init: bool = False,
         saves_shards: bool = False,
@@ -84,8 +82,7 @@ class FSDPStrategy(BaseStrategy):
         parallelize: Callable[..., Any] | str | None = None,
         **kwargs: Any,
     ) -> None:
-        again = wrap if activation_checkpointing is True else activation_checkpointing
-        super().__init__(activation_checkpointing=again or (), **kwargs)
+        super().__init__(**kwargs)
         self.sharding: dict[str, Any] = {
             "wrap": wrap,
             "mp_policy": mp_policy,

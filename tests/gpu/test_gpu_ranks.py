@@ -29,7 +29,7 @@ STRATEGIES: dict[str, Any] = {
         {
             "wrap": {Block},
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-            "activation_checkpointing": True,
+            "activation_checkpointing": {Block},
             "saves_shards": True,
         },
     ),

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from gloo import run_ranks
+from hooktrain.demos.text import Block
 from hooktrain.strategy import DDPStrategy, FSDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor, local_tensor
@@ -17,7 +18,7 @@ from sharding_toys import CONFIG, DATA, make_model, make_strategy, make_wrapper,
 
 
 def _losses(model: nn.Module | None = None, **options: Any) -> list[float]:
-    strategy = make_strategy(FSDPStrategy, activation_checkpointing=True)
+    strategy = make_strategy(FSDPStrategy, activation_checkpointing={Block})
     model = strategy.prepare(model or make_model(), **options)
     return train(model, make_wrapper(model), DATA[:4])
 
