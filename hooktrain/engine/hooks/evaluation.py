@@ -388,9 +388,10 @@ class BestCheckpointer(HookBase):
 
     def is_best(self, value: float) -> bool:
         """Log a value, and return whether it is better than the best so far."""
-        best = value if self.best_metric is None else self.best_metric
+        better = is_better(value, self.best_metric, self._mode)
+        best = value if better or self.best_metric is None else self.best_metric
         logger.info("%s is %.4g; the best so far: %.4g", self._val_metric, value, best)
-        return is_better(value, self.best_metric, self._mode)
+        return better
 
     def save(self, **content: Any) -> None:
         """Save the model as the best one, with its value and more for ``Checkpointer.save``."""

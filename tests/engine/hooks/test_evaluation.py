@@ -350,6 +350,20 @@ def test_the_best_value_decides_what_is_in_the_file(
     assert saved_iteration(tmp_path) == best == hook.best_iter
 
 
+def test_the_log_has_each_value_and_the_best_one_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        best_of(tmp_path, [math.nan, 0.5, 0.75, 0.25])
+    told = [text for text in caplog.messages if text.startswith("acc is")]
+    assert told == [
+        "acc is nan; the best so far: nan",
+        "acc is 0.5; the best so far: 0.5",
+        "acc is 0.75; the best so far: 0.75",
+        "acc is 0.25; the best so far: 0.75",
+    ]
+
+
 @pytest.mark.parametrize("mode", [None, "more"])
 def test_whether_more_or_less_is_better_has_to_be_said(mode: Any) -> None:
     saver = Checkpointer(LinearLoss())
