@@ -43,6 +43,8 @@ TOOLS = [
     "compare.py",
     "follow.py",
     "estimate.py",
+    "estimate_rank.py",
+    "estimate_watch.py",
     "new.py",
     "from_detectron2.sed",
     "from_mmengine.sed",

@@ -20,11 +20,10 @@ UNITS = {"MLP": "Linear", "CNN": "Conv2d"}
 
 
 def settings(model: str, ranks: int, is_sharded: bool) -> list[str]:
-    """The changes of the configuration: samples for each rank, what is sharded and recomputed."""
+    """The changes of the configuration: samples for each rank, the units that are recomputed and
+    sharded."""
     unit = UNITS.get(model, "Block")
-    changes = [samples(model, ranks)]
-    if unit == "Block":
-        changes.append("train.activation_checkpointing=['Block']")
+    changes = [samples(model, ranks), f"train.activation_checkpointing=['{unit}']"]
     if is_sharded:
         changes.append(sharded(unit))
     return changes
@@ -34,7 +33,7 @@ def measured(
     model: str, ranks: int, is_sharded: bool, precision: str
 ) -> tuple[str, ...]:
     """The real peak, the estimate, and how they differ."""
-    tool = load_tool("estimate")
+    tool = load_tool("estimate_rank")
     changes = [*settings(model, ranks, is_sharded), *COMMON, *PRECISIONS[precision]]
     with tool.pretended(ranks, "cpu") as (fakes, watch):
         tool.Rank(configuration(model, *changes), fakes, watch).look()

@@ -196,22 +196,30 @@ def real_peaks(model: str, *changes: str) -> tuple[int, int]:
 
 
 def read_profile(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], int, int]:
-    """The allocations in their order, and when iteration 2 began and ended."""
-    allocations = []
-    start = end = 0
+    """The allocations in their order, and when iteration 2 began and ended.
+
+    Of gloo are those inside of its operations, and those that other threads make meanwhile.
+    """
+    found = []
+    spans = {}
     stack = [
-        (root, False)
+        (root, False, False)
         for root in profiler.profiler.kineto_results.experimental_event_tree()
     ]
     while stack:
-        node, is_of_gloo = stack.pop()
+        node, is_in_iteration, is_of_gloo = stack.pop()
         if node.tag == _EventType.Allocation:
-            found = node.extra_fields
-            allocations.append(
-                (node.start_time_ns, found.ptr, found.alloc_size, is_of_gloo)
-            )
-        elif node.name == "iteration 2":
-            start, end = node.start_time_ns, node.end_time_ns
-        inside = is_of_gloo or node.name.startswith(("gloo:", "c10d::"))
-        stack += [(child, inside) for child in node.children]
-    return sorted(allocations), start, end
+            fields = node.extra_fields
+            event = (node.start_time_ns, fields.ptr, fields.alloc_size)
+            found.append((event, is_in_iteration, is_of_gloo))
+        elif node.name.startswith("iteration "):
+            spans[node.name] = node.start_time_ns, node.end_time_ns
+        is_in_iteration |= node.name.startswith("iteration ")
+        is_of_gloo |= node.name.startswith(("gloo:", "c10d::"))
+        stack += [(child, is_in_iteration, is_of_gloo) for child in node.children]
+    allocations = []
+    for event, is_in_iteration, is_of_gloo in sorted(found):
+        is_meanwhile = any(start <= event[0] <= end for start, end in spans.values())
+        of_other = is_meanwhile and not is_in_iteration
+        allocations.append((*event, is_of_gloo or of_other))
+    return allocations, *spans["iteration 2"]

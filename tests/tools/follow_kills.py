@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from loading import TOOLS
 
-from processes import end, run_program, start_program
+from processes import end, start_program
 from s3 import s3_server
 
 CONFIG = """
@@ -134,8 +134,7 @@ class Campaign:
     def report(self) -> str:
         """What the rows are, beside those of the undisturbed run."""
         self.look_at_rows()
-        undisturbed = run_program(*self.command("undisturbed"))
-        assert undisturbed.returncode == 0, undisturbed.stdout
+        assert end(self.start("undisturbed"), limit_seconds=1200.0) == 0
         own = results(self.folder / "undisturbed" / "metrics.json")
         found = results(self.followed / "eval" / "metrics.json")
         different = [i for i in found if found[i] != own.get(i)]
