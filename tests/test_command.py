@@ -137,6 +137,8 @@ def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> Non
         "compare.py",
         "follow.py",
         "estimate.py",
+        "estimate_rank.py",
+        "estimate_watch.py",
         "new.py",
         "from_detectron2.sed",
         "from_mmengine.sed",

@@ -80,7 +80,7 @@ def estimate(cfg: Any, ranks: int = 1, device_memory: str = "") -> None:
         if ranks > 1:
             print_messages(messages)
         if limit is not None:
-            print_fit(rank, max(peak, rank.building), limit)
+            print_fit(rank, peak, limit)
     print(UNKNOWN)
 
 
@@ -95,12 +95,19 @@ def print_messages(messages: Mapping[str, Mapping[str, int]]) -> None:
     )
 
 
-def print_fit(rank: Rank, needed: int, limit: int) -> None:
-    """Print whether a rank fits into a memory, and the largest batch that does."""
+def print_fit(rank: Rank, peak: int, limit: int) -> None:
+    """Print whether a rank with this peak fits into a memory, and the largest batch that does."""
+    needed = max(peak, rank.building)
     verdict = "fits" if needed <= limit else "does not fit"
     print(f"\nIt {verdict} into {in_words(limit)}: {needed / limit:.0%}")
+    if rank.building > limit:
+        print(
+            "The model is too large before the first step, with any batch. FSDPStrategy has "
+            "deferred_init, which builds it in shards"
+        )
+        return
     try:
-        size, largest = batch_size(rank.batch), largest_batch(rank, limit)
+        size, largest = batch_size(rank.batch), largest_batch(rank, limit, peak)
     except ValueError as error:
         print(f"The largest batch is not known: {error}")
         return
@@ -109,35 +116,44 @@ def print_fit(rank: Rank, needed: int, limit: int) -> None:
     )
 
 
-def largest_batch(rank: Rank, limit: int) -> int:
-    """The largest batch of this rank whose peak is within a limit in bytes; 0 for none.
+def largest_batch(rank: Rank, limit: int, peak: int) -> int:
+    """The largest batch of a rank whose peak is within a limit in bytes; 0 for none.
 
-    Most models take the same memory for each further sample, so the line through two sizes
-    points at the largest one, and a few iterations find it. If the update takes more than small
-    batches do, the sizes double first.
+    Most models take the same memory for each further sample, so the line through two sizes points
+    at the largest one, and a few iterations find it. If the update takes more than small batches
+    do, the sizes double first.
+
+    Args:
+        rank: the rank.
+        limit: the limit.
+        peak: the peak of the rank's own batch.
     """
     first, size = rank.batch, batch_size(rank.batch)
     stays = sum(leaf.nbytes for leaf in tree_leaves(first) if isinstance(leaf, Tensor))
-    points: list[tuple[int, int]] = []
-    fits, too_large = 0, MOST_SAMPLES
-    guess = size
+    points = [(size, peak)]
+    fits, too_large = (size, MOST_SAMPLES) if peak <= limit else (0, size)
     while too_large - fits > 1:
-        peak = rank.step(resized(first, size, guess, rank.watch.fakes)) - stays
-        points.append((guess, peak))
-        if peak <= limit:
+        guess = max(fits + 1, min(next_guess(points, limit), too_large - 1))
+        if len(points) > 8:
+            guess = (fits + too_large) // 2
+        batch = resized(first, size, guess, rank.watch.fakes)
+        points.append((guess, rank.step(batch) - stays))
+        if points[-1][1] <= limit:
             fits = guess
         else:
             too_large = guess
-        guess = 2 * guess
-        if len(points) > 1:
-            (a, low), (b, high) = points[-2:]
-            slope = (high - low) / (b - a)
-            guess = b + math.floor((limit - high) / slope) if slope > 0 else 2 * b
-        if len(points) > 8:
-            guess = (fits + too_large) // 2
-        guess = max(fits + 1, min(guess, too_large - 1))
     rank.batch = first
     return fits
+
+
+def next_guess(points: list[tuple[int, int]], limit: int) -> int:
+    """The batch at which the line through the last two points reaches the limit."""
+    last, high = points[-1]
+    if len(points) == 1:
+        return 2 * last
+    before, low = points[-2]
+    slope = (high - low) / (last - before)
+    return last + math.floor((limit - high) / slope) if slope > 0 else 2 * last
 
 
 def batch_size(batch: Any) -> int:

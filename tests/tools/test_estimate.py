@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from estimating import configuration
+from estimating import configuration, samples, sharded
 from loading import TOOLS, load_tool
 
 from processes import run_program
@@ -16,8 +16,9 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     cfg = configuration("Transformer", "+model.depth=2")
     with tool.pretended(1, "cpu") as (fakes, watch):
         rank = tool.Rank(cfg, fakes, watch)
-        limit = sum(rank.look().values()) * 3
-        largest = tool.largest_batch(rank, limit)
+        peak = sum(rank.look().values())
+        limit = peak * 3
+        largest = tool.largest_batch(rank, limit, peak)
         peaks = [
             rank.step(tool.resized(rank.batch, 32, size, fakes))
             for size in (largest, largest + 1)
@@ -29,8 +30,35 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 def test_not_even_one_sample_may_fit() -> None:
     with tool.pretended(1, "cpu") as (fakes, watch):
         rank = tool.Rank(configuration("MLP"), fakes, watch)
-        rank.look()
-        assert tool.largest_batch(rank, 1000) == 0
+        peak = sum(rank.look().values())
+        assert tool.largest_batch(rank, 1000, peak) == 0
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_a_batch_that_does_not_fit_is_made_smaller(share: float) -> None:
+    with tool.pretended(1, "cpu") as (fakes, watch):
+        rank = tool.Rank(configuration("CNN"), fakes, watch)
+        peak = sum(rank.look().values())
+        limit = share * peak
+        largest = tool.largest_batch(rank, limit, peak)
+        stays = sum(tensor.nbytes for tensor in rank.batch)  # beside the other batch
+        peaks = [
+            rank.step(tool.resized(rank.batch, 16, size, fakes)) - stays
+            for size in (largest, largest + 1)
+        ]
+    assert 0 < largest < 16
+    assert peaks[0] <= limit < peaks[1]
+
+
+def test_a_model_that_is_too_large_to_be_built_fits_with_no_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cfg = configuration("MLP", samples("MLP", 8), sharded("Linear"))
+    tool.estimate(cfg, 8, "0.004GiB")
+    printed = capsys.readouterr().out
+    assert "It does not fit into 4.10 MiB" in printed
+    assert "too large before the first step" in printed
+    assert "The largest that fits" not in printed
 
 
 @pytest.mark.parametrize(
