@@ -485,3 +485,25 @@ def test_a_buffer_with_infinities_above_0_is_no_mask() -> None:
     model.register_buffer("range", torch.tensor([math.inf, -math.inf]))
     broken = {"model.mask is inf", "ema.mask is inf", "model.range is inf"}
     assert without_masks(model, broken) == {"model.range is inf"}
+
+
+class FreesByHand(SimpleTrainer):
+    """Three passes add up in each iteration, and no more."""
+
+    def run_step(self) -> None:
+        data = self.next_batch()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        for _ in range(3):
+            self.model(data).backward()
+        self.after_backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("max_iter", [1, 2, 3, 9])
+def test_gradients_of_a_short_run_that_are_freed_by_hand_are_not_told(
+    max_iter: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LinearLoss()
+    FreesByHand(model, batches(2), sgd(model)).train(max_iter=max_iter)
+    assert "add up" not in caplog.text

@@ -179,6 +179,26 @@ def test_a_step_of_ones_own_records_its_losses_and_its_wait_for_all_its_batches(
     assert trainer.storage.history("data_time").values() == [(6.0, 0), (22.0, 1)]
 
 
+class WeighsEach(SimpleTrainer):
+    """Takes all batches of an iteration before the first pass."""
+
+    def weight(self, data: Tensor) -> int:
+        return len(data)
+
+
+def test_the_wait_for_batches_that_are_weighted_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = (i**2 for i in range(100))
+    clock = SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr(trainers, "time", clock)
+    model = Net()
+    trainer = WeighsEach(model, batches(4), OptimWrapper(sgd(model), 2))
+    trainer.train(0, 1)
+    # From 0 to 1 for both; then from 4 to 9 and from 16 to 25 onto the device.
+    assert trainer.storage.history("data_time").values() == [(15.0, 0)]
+
+
 LOSS = torch.ones((), requires_grad=True)
 HALF = torch.tensor(0.5)
 
