@@ -29,6 +29,7 @@ from hooktrain.utils.comm import on_all_ranks, on_main_process
 from hooktrain.utils.file_io import (
     AnyPath,
     is_disk_full,
+    keep_lock,
     lock_folder,
     on_disk,
     sweep,
@@ -269,19 +270,26 @@ class Checkpointer:
         self, state: State, path: str, finish: Callable[[], bool], on_full: OnFull
     ) -> None:
         """Write a file in this process, or a folder together with all ranks."""
-        try:
-            if self.save_to_disk:  # the state says how much of them is written
+
+        def prepare() -> None:
+            if self.save_to_disk:
+                os.makedirs(self.save_dir, exist_ok=True)
+                keep_lock(self.save_dir)
+                # The state says how much of these is written.
                 for file in filter(os.path.isfile, self.run_files()):
                     sync(file)
+
+        try:
             if self.sharded:
                 from hooktrain.checkpoint.folders import save_folder
 
+                on_all_ranks(prepare, self._group)
                 save_folder(state, path, self._group)
                 is_offered = on_main_process(finish, self._group)
                 if is_offered and self._store and not comm.is_main_process():
                     self._store.offer(os.path.basename(path), self.run_files)
             else:
-                os.makedirs(self.save_dir, exist_ok=True)
+                prepare()
                 write_file(state, path)
                 finish()
         except OSError as error:

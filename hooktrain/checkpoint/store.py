@@ -258,15 +258,14 @@ class Store:
                     "NOT IN THE STORE %s: %r. It is tried again", self.address, error
                 )
 
-        is_free = self.worker.wait(0)
-        if is_free:
-            self.worker.submit(upload, daemon=True)
-        else:
+        if not self.worker.wait(0):
             logger.warning(
                 "This checkpoint does not go to %s, since one is still on its way",
                 self.address,
             )
-        return is_free
+            return False
+        self.worker.submit(upload, daemon=True)
+        return True
 
     def finish(self, run_files: RunFiles) -> None:
         """Put the newest checkpoint into the store, as the folder is at the end of the run.

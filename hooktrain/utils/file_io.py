@@ -68,10 +68,24 @@ def lock_folder(folder: AnyPath) -> None:
         message = "%s cannot be locked (%s): make sure that no other run writes there"
         logger.warning(message, folder, error)
         return
-    owner = f"{os.getpid()} on {socket.gethostname()}"
-    path.write_text(owner)
+    path.write_text(_lock_owner())
     _locks[path] = lock
     sweep(folder)
+
+
+def keep_lock(folder: AnyPath) -> None:
+    """Lock a folder again that this process had locked, if it was renamed or deleted meanwhile.
+
+    Raises:
+        RuntimeError: if another process has locked a folder of that name meanwhile.
+    """
+    path = Path(folder).resolve() / ".lock"
+    is_there = path.exists() and path.read_text() == _lock_owner()
+    if path in _locks and not is_there:
+        message = "%s was renamed or deleted meanwhile: the run goes on in a new folder"
+        logger.warning(message, folder)
+        unlock_folder(folder)
+        lock_folder(folder)
 
 
 def unlock_folder(folder: AnyPath) -> None:
@@ -254,6 +268,10 @@ def _warn_of_power_cuts(path: str, reason: str) -> None:
 def is_disk_full(error: BaseException) -> bool:
     """Whether an exception says that the disk, a quota or the largest allowed file is full."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL
+
+
+def _lock_owner() -> str:
+    return f"{os.getpid()} on {socket.gethostname()}"
 
 
 def _owner() -> str:

@@ -3,6 +3,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,8 @@ from hooktrain.engine.hooks import (
     EvalHook,
     PeriodicCheckpointer,
 )
-from processes import end, start
+from hooktrain.utils.file_io import lock_folder, unlock_folder
+from processes import LIMIT_SECONDS, end, start, wait_until
 from toys import LinearLoss, batches, linear_trainer
 
 
@@ -79,7 +81,10 @@ def test_a_step_without_a_trainer_says_what_a_loop_of_ones_own_calls() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_goes_on_when_its_folder_is_gone(
-    sharded: bool, options: dict[str, Any], tmp_path: Path
+    sharded: bool,
+    options: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def strike(trainer: Any) -> None:
         if trainer.iter == 3:  # perhaps while it is being saved to
@@ -88,7 +93,43 @@ def test_a_run_goes_on_when_its_folder_is_gone(
     options = {**options, "sharded": sharded}
     strikes = CallbackHook(before_step=strike)
     run(tmp_path / "out", 6, strikes, options=options, period=2)
+    (told,) = [text for text in caplog.messages if "renamed or deleted" in text]
+    assert told.startswith(str(tmp_path / "out"))
     assert run(tmp_path / "out", 6, options=options, period=2).start_iter == 6
+
+
+def use_the_folder(folder: Path) -> None:
+    """A new run begins in a folder, and goes on until it is killed."""
+    folder.mkdir()
+    lock_folder(folder)
+    (folder / "there").touch()
+    time.sleep(LIMIT_SECONDS)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_whose_folder_was_renamed_leaves_the_new_one_to_another_run(
+    sharded: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    others = []
+
+    def strike(trainer: Any) -> None:
+        if trainer.iter == 3:
+            trainer.hooks[-1].checkpointer.wait()
+            (tmp_path / "out").rename(tmp_path / "moved")
+            others.append(start(use_the_folder, tmp_path / "out"))
+            wait_until((tmp_path / "out" / "there").exists)
+
+    options = {**options, "sharded": sharded}
+    strikes = CallbackHook(before_step=strike)
+    try:
+        with pytest.raises(RuntimeError, match=r"/out' is in use by another run"):
+            run(tmp_path / "out", 6, strikes, options=options, period=2)
+        assert names(tmp_path / "out") == ["there"]
+        lock_folder(tmp_path / "moved")  # it is free
+        unlock_folder(tmp_path / "moved")
+    finally:
+        others[0].kill()
+        end(others[0])
 
 
 @pytest.mark.parametrize("sharded", [False, True])
