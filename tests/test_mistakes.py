@@ -318,12 +318,18 @@ class Retrains(DatasetEvaluator):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    def reset(self) -> None:
+        """Has nothing to forget."""
+
     def process(self, inputs: Any, outputs: Any) -> None:
         self.model.train()
 
 
 class Nothing(DatasetEvaluator):
     """Forgets to return its results."""
+
+    def reset(self) -> None:
+        """Has nothing to forget."""
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Takes in a batch."""
@@ -357,10 +363,8 @@ class NoReset(DatasetEvaluator):
         self.total += len(outputs)
 
 
-def evaluate_twice() -> None:
-    evaluator = NoReset()
-    for _ in range(2):
-        inference_on_dataset(two_scores, PAIRS, evaluator)
+def never_forgets() -> None:
+    NoReset()  # type: ignore[abstract]
 
 
 def of_each_sample(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -561,7 +565,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: MetricEvaluator(OfTorchmetrics), TypeError, r"OfTorchmetrics\(\.\.\.\)"),
     (measure(PAIRS, precision, two_scores), ValueError, "outputs first.*'y_true'"),
     (measure(PAIRS, Nothing(), two_scores), WARNING, r"Nothing.evaluate\(\)"),
-    (evaluate_twice, WARNING, r"no reset\(\).*'total'"),
+    (never_forgets, TypeError, "abstract.*reset"),
     (lambda: ExponentialMovingAverage(Net()).swap(Net()), WARNING, "with ema.swap"),
     (measure(PAIRS, swapped, two_scores), IndexError, "outputs first.*no loss"),
     (measure(PAIRS, of_each_sample, two_scores), RuntimeError, "returns one number"),

@@ -4,11 +4,11 @@ import inspect
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from hooktrain.model.sharding import is_unit
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
 from hooktrain.utils.logger import pretty_seconds
-from hooktrain.utils.names import add_note, did_you_mean, names_used
+from hooktrain.utils.names import add_note, did_you_mean
 from hooktrain.utils.tensors import (
     Device,
     compute_device,
@@ -44,36 +44,20 @@ _seen: set[Any] = set()
 _NAMES_OF_TARGETS = {"target", "targets", "label", "labels", "y_true"}
 
 
-class DatasetEvaluator:
+class DatasetEvaluator(ABC):
     """Collects what it needs of each batch, and computes its results at the end.
 
     Subclass it for a metric. :func:`inference_on_dataset` calls :meth:`reset` once,
-    :meth:`process` with each batch, and :meth:`evaluate` at the end.
+    :meth:`process` with each batch, and :meth:`evaluate` at the end. A class without a ``reset`` or
+    a ``process`` cannot be instantiated: an evaluator that forgets nothing would count what it has
+    seen in earlier evaluations again.
     """
 
+    @abstractmethod
     def reset(self) -> None:
-        """Forget everything: a new evaluation begins.
+        """Forget everything: a new evaluation begins."""
 
-        Without a method of its own an evaluator forgets nothing. If what :meth:`process` counts or
-        collects is not as it was at first, a warning says so.
-        """
-        kind = type(self)
-        if kind.reset is not DatasetEvaluator.reset:
-            return
-        now: dict[str, Any] = {}
-        for name in vars(self).keys() & names_used(kind.process):
-            value = getattr(self, name)
-            if isinstance(value, list | dict | set | Real):
-                now[name] = value if isinstance(value, Real) else len(value)
-        first = vars(self).setdefault("_first_amounts", now)
-        kept = [name for name in now if now[name] != first.get(name, now[name])]
-        if kept:
-            logger.warning(
-                "%s has no reset(), so %s still has what was evaluated before",
-                kind.__name__,
-                kept,
-            )
-
+    @abstractmethod
     def process(self, inputs: Any, outputs: Any) -> None:
         """Take in one batch.
 
@@ -81,7 +65,6 @@ class DatasetEvaluator:
             inputs: the batch of the data loader, on the device of the model.
             outputs: what the model returned for it.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define process")
 
     def evaluate(self) -> Results | None:
         """Compute the results of all batches. Every rank calls it, so it may be collective.

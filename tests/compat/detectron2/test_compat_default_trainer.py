@@ -101,7 +101,10 @@ class Net(nn.Module):
 
 class Counts(DatasetEvaluator):
     def __init__(self, name: str) -> None:
-        self.name, self.count = name, 0
+        self.name = name
+
+    def reset(self) -> None:
+        self.count = 0
 
     def process(self, inputs: Any, outputs: Any) -> None:
         self.count += 1
