@@ -96,6 +96,13 @@ def test_the_program_of_the_readme_agrees_with_itself_and_goes_on_when_started_a
     assert (output / "model_final.pth").read_bytes() == final
 
 
+def test_the_program_of_the_readme_is_short() -> None:
+    (program,) = programs(README)
+    lines = [line for line in program.splitlines() if line]
+    assert len([line for line in lines if re.match("import|from", line)]) <= 4
+    assert len(lines) <= 32
+
+
 def without_numbers(line: str) -> str:
     """A line of the log without its times and measurements, and without the folder of the run."""
     line = re.sub(r"eta: [\d:]+  ", "", line)
