@@ -25,6 +25,7 @@ from hooktrain.utils.tensors import (
     Device,
     compute_device,
     is_sharded,
+    local_tensor,
     mover_to,
     to_device,
 )
@@ -270,9 +271,11 @@ class DatasetEvaluators(DatasetEvaluator):
 
     Attributes:
         evaluations: how many evaluations of this process have given results.
+        norm: the norm of the weights that were evaluated last, without frozen ones.
     """
 
     evaluations: ClassVar[int] = 0
+    norm: ClassVar[float] = 0.0
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
         self._evaluators: list[Any] = []
@@ -413,6 +416,9 @@ def inference_on_dataset(
             logger.warning(
                 "Evaluated in training mode: something has called model.train() meanwhile"
             )
+    weights = [local_tensor(p) for p in module.parameters() if p.requires_grad]
+    # Host-device synchronisation, once an evaluation.
+    DatasetEvaluators.norm = float(nn.utils.get_total_norm(weights))
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 

@@ -353,8 +353,11 @@ class EventStorage:
         """Add the pending values to the histories."""
         if self._tensors:
             self._fetch_tensors()
-        for history in self._histories.values():
+        for name, history in self._histories.items():
             if history.pending:
+                pending = history.pending
+                if name in _RESERVED and len({i for _, i in pending}) < len(pending):
+                    _tell_twice(name)
                 history.extend(history.pending)
                 history.pending.clear()
 

@@ -52,6 +52,24 @@ def test_trainable_parameters_without_an_optimizer_are_named(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_in_lower_precision_are_told_if_they_are_trained(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(dtype)
+    model[1].float()
+    check_parts(model, OptimWrapper(sgd(model)))
+    told = [str(dtype)] if dtype.itemsize == 2 else []
+    assert [m for m in caplog.messages if "lose updates" in m] == caplog.messages
+    assert len(caplog.messages) == len(told)
+    assert all(name in caplog.text for name in told)
+    caplog.clear()
+    model[0].requires_grad_(False)
+    check_parts(model, OptimWrapper(sgd(model[1])))
+    assert caplog.messages == []
+
+
 def test_a_layer_that_is_replaced_in_a_run_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -355,6 +355,24 @@ def test_two_results_of_one_name_in_one_iteration_are_told_once(
     assert "'twice'" in message
 
 
+def test_a_value_beside_one_that_the_trainer_records_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = EventStorage()
+    for storage.iter in range(4):
+        storage.put_scalar("accuracy", 0.5)  # of each accumulated batch
+        storage.put_scalar("accuracy", 0.75)
+        storage.put_scalar("time", 0.5)
+    storage.latest()
+    assert caplog.messages == []
+    for storage.iter in range(4, 8):
+        storage.put_scalar("data_time", 0.5)
+        storage.put_scalar("data_time", 0.75)
+        storage.latest()
+    [message] = caplog.messages
+    assert "'data_time'" in message
+
+
 def test_what_projects_of_detectron2_read_of_a_storage_is_complete() -> None:
     storage = EventStorage(7)
     storage.put_scalar("loss", 1.0)

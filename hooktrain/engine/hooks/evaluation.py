@@ -60,7 +60,7 @@ class EvalHook(HookBase):
 
     Attributes:
         last_results: what the function returned last on this rank.
-        is_told: whether a warning has said that results are missing, or differ.
+        is_told: whether a warning has said that something is wrong with the results.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
@@ -84,6 +84,7 @@ class EvalHook(HookBase):
         self._eval_after_train = eval_after_train
         self.last_results: Results = {}
         self.is_told = False
+        self._norm = 0.0  # of the weights that were evaluated last
 
     def before_train(self) -> None:
         """Find the results of a complete run that is started again."""
@@ -136,9 +137,8 @@ class EvalHook(HookBase):
             return
         # Times differ on each rank; metrics of one model do not.
         differ = [o for o in others if o and results.items().isdisjoint(o.items())]
-        if differ and not self.is_told:
-            self.is_told = True
-            logger.warning(
+        if differ:
+            self._warn_once(
                 "The results of the ranks differ, and those of the main process are taken: an "
                 "evaluator gathers what all ranks have, such as by comm.all_gather()"
             )
@@ -147,16 +147,27 @@ class EvalHook(HookBase):
 
     def _evaluate(self) -> dict[str, float]:
         before = DatasetEvaluators.evaluations
+        DatasetEvaluators.norm = 0.0
         self.last_results = self._func() or {}
         numbers = as_numbers(self.last_results)
         is_lost = not numbers and DatasetEvaluators.evaluations > before
-        if is_lost and comm.is_main_process() and not self.is_told:
-            self.is_told = True
-            logger.warning(
+        if is_lost and comm.is_main_process():
+            self._warn_once(
                 "eval_function returned no results, but evaluators gave some: is a `return "
                 "inference_on_dataset(...)` missing?"
             )
+        norm, self._norm = self._norm, DatasetEvaluators.norm
+        if norm == self._norm > 0:
+            self._warn_once(
+                "The weights that are evaluated are those of the last evaluation: is their model "
+                "another than trainer.model?"
+            )
         return numbers
+
+    def _warn_once(self, problem: str) -> None:
+        if not self.is_told:
+            self.is_told = True
+            logger.warning(problem)
 
 
 def _wait_for_all_ranks(seconds: float | None) -> bool:
@@ -238,9 +249,8 @@ def find_result(
         )
         if not any(map(_is_of_user, hooks)):
             hook.trainer.raise_later(ValueError(problem))
-        elif not evaluations[0].is_told:
-            evaluations[0].is_told = True
-            logger.warning(problem)
+        else:
+            evaluations[0]._warn_once(problem)
     return None
 
 

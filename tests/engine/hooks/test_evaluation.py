@@ -755,6 +755,37 @@ def test_an_evaluation_without_a_return_is_told_once() -> None:
     assert run_ranks(warnings_of_missing_results, 2, 0) == [0, 0]
 
 
+@pytest.mark.parametrize(("of_trained", "is_told"), [(False, True), (True, False)])
+def test_a_model_that_the_run_does_not_train_is_told_once(
+    caplog: pytest.LogCaptureFixture, of_trained: bool, is_told: bool
+) -> None:
+    trainer = linear_trainer()
+    judged = trainer.model if of_trained else copy.deepcopy(trainer.model)
+    ema = EMA(trainer.model)
+
+    def evaluate() -> None:
+        inference_on_dataset(judged, batches(1), None)
+        with ema.swap():
+            pass
+
+    trainer.register_hooks([ema, EvalHook(2, evaluate)])
+    trainer.train(max_iter=8)
+    told = [m for m in caplog.messages if "another than trainer.model" in m]
+    assert len(told) == is_told
+
+
+def test_frozen_models_and_evaluations_without_a_model_are_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    teacher = copy.deepcopy(trainer.model).requires_grad_(False)
+    evaluate = iter([trainer.model, teacher, lambda x: x, teacher, trainer.model])
+    hook = EvalHook(1, lambda: inference_on_dataset(next(evaluate), batches(1), None))
+    trainer.register_hooks([hook])
+    trainer.train(max_iter=5)
+    assert caplog.messages == []
+
+
 def test_all_ranks_follow_the_main_one_that_alone_has_results(tmp_path: Path) -> None:
     assert run_ranks(results_of_main_only, 2, tmp_path) == [3.0, 3.0]
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 3
