@@ -138,8 +138,11 @@ def warn_of_lost_calls(trainer: Any) -> None:
             "self.optim_wrapper.zero_grad()"
         )
     wrapper = trainer.optim_wrapper
-    does_more = trainer.batches_per_step > 1 or hasattr(wrapper, "dtype")
-    does_more = does_more or getattr(wrapper, "_clipping", None)
+    does_more = (
+        trainer.batches_per_step > 1
+        or hasattr(wrapper, "dtype")
+        or getattr(wrapper, "_clipping", None)
+    )
     if does_more and {"optimizer", "step"} <= used and "optim_wrapper" not in used:
         logger.warning(
             "run_step calls the torch optimizer, so the OptimWrapper around it clips, accumulates "
