@@ -315,7 +315,9 @@ def index_of_many(ranks: int, tensors: int, folder: Path) -> list[Any]:
             load_verified(manifest, mapped=True)
 
         _, read = seconds_of(read_index, 5)
-        _, restored = seconds_of(lambda: folders.read_folder(folder, model), 5)
+        _, restored = seconds_of(
+            lambda: folders.CheckpointFolder(folder).read(model), 5
+        )
         megabytes = manifest.stat().st_size / 1e6
         return [megabytes, read, restored, len(sent[-1]) / 1e3, saved]
 
@@ -344,14 +346,20 @@ def index_command(worlds: list[int], tensors: int) -> None:
 SAVES = """
 import sys, time
 import torch
-from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
+from hooktrain.checkpoint import folders
 torch.set_num_threads(1)
 folder, megabytes = sys.argv[1], float(sys.argv[2])
 state = {f"layer_{i}": torch.rand(int(megabytes * 1e6 / 4 / 48)) for i in range(48)}
-save_folder(state, folder)
-for step, *given in (save_folder, state), (verify_folder,), (read_folder,):
+folders.save_folder(state, folder)
+if hasattr(folders, "CheckpointFolder"):
+    saved = folders.CheckpointFolder(folder)
+    verify, read = saved.verify, saved.read
+else:  # a revision before 0.1.0
+    verify = lambda: folders.verify_folder(folder)
+    read = lambda: folders.read_folder(folder)
+for step in (lambda: folders.save_folder(state, folder)), verify, read:
     start = time.perf_counter()
-    step(*given, folder)
+    step()
     print(time.perf_counter() - start)
 """
 

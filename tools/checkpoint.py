@@ -42,7 +42,7 @@ from hooktrain.checkpoint.files import (
     save_file,
     verify_file,
 )
-from hooktrain.checkpoint.folders import read_folder, save_folder, verify_folder
+from hooktrain.checkpoint.folders import CheckpointFolder, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils.file_io import lock_folder, on_disk, unlock_folder
@@ -85,7 +85,7 @@ def plain_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def verify(path: Path) -> None:
     """Read every byte and compare all checksums."""
     if path.is_dir():
-        verify_folder(path)
+        CheckpointFolder(path).verify()
         sizes = [file.stat().st_size for file in path.iterdir()]
         print(f"{path} is intact: {len(sizes)} files, {sum(sizes):,} bytes")
     else:
@@ -232,8 +232,9 @@ def read(path: Path, map_location: str = "cpu") -> Any:
     """Verify and load a file or a folder."""
     if not path.is_dir():
         return load_file(path, map_location)
-    verify_folder(path)
-    return read_folder(path, map_location=map_location)
+    folder = CheckpointFolder(path)
+    folder.verify()
+    return folder.read(None, map_location)
 
 
 def refuse_to_replace(path: Path) -> None:

@@ -6,21 +6,31 @@ another number; :func:`verify_file` compares them. Loading runs no code (``weigh
 
 import copy
 import re
+import reprlib
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.utils.serialization import config
 
 from hooktrain.utils.file_io import AnyPath, atomic_write
-from hooktrain.utils.names import State
-from hooktrain.utils.tensors import Device, is_sharded
+from hooktrain.utils.names import Keys, State, dotted
+from hooktrain.utils.tensors import (
+    Device,
+    Tensors,
+    is_sharded,
+    map_leaves,
+    shard_for,
+    shards_of,
+)
 
 # The files by which a folder of shards is recognised.
 MANIFEST = "manifest.pth"
@@ -276,3 +286,110 @@ def _reason(error: Exception) -> str:
         )
     first_line, _, _ = message.strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A checkpoint in one file, which every rank reads as a whole.
+
+    Attributes:
+        path: of the file.
+        seen_as: the machine and the number of the file there. On two ranks it is the same if they
+            see the same file.
+        ending: the size of the file, and the checksum of its last bytes, in which torch has the
+            checksums of its parts. On two machines it is the same if the files are equal.
+    """
+
+    path: AnyPath
+    seen_as: tuple[Any, ...] = ()
+    ending: tuple[int, ...] = ()
+
+    def verify(
+        self, part: int = 0, parts: int = 1, *, sizes_only: bool = False
+    ) -> None:
+        """Compare the checksums in the file. All of it is in the first part.
+
+        Args:
+            part: which part to read, from 0, if the ranks divide the work among themselves.
+            parts: the number of parts.
+            sizes_only: whether the data of tensors will not be read, so that the sizes of the
+                shards are enough. A file is verified as a whole.
+
+        Raises:
+            CorruptCheckpointError: if it is broken.
+            OSError: if it cannot be opened.
+        """
+        if part == 0:
+            verify_file(self.path)
+
+    def read(
+        self,
+        model: nn.Module | None = None,
+        map_location: Device = "cpu",
+        key: str = "",
+    ) -> State:
+        """Load the verified file, with the model's state under ``"model"``. Not collective.
+
+        Args:
+            model: the model to load. Tensors that are copied into it, and those of which
+                a rank takes a shard, stay in the mapped file. All others are copied into memory,
+                since the object that loads them may keep them.
+            map_location: the device on which the tensors arrive.
+            key: see :func:`hooktrain.checkpoint.load_checkpoint`.
+
+        Raises:
+            CorruptCheckpointError: if it is broken, or holds no model's state.
+        """
+        mapped = model is not None or map_location == "meta"
+        content = load_verified(self.path, map_location, mapped=mapped)
+        state = with_model(content, self.path, key)
+        return state if model is None else _copy_kept(state, shards_of(model))
+
+
+def _copy_kept(state: State, shards: Tensors) -> State:
+    """Copy the tensors that an object may keep when it loads the state."""
+
+    def copy(keys: Keys, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        name = dotted(keys)
+        is_of_model = keys[0] == "model" and "_extra_state" not in name
+        if is_of_model or shard_for(leaf, name, shards) is not None:
+            return leaf
+        return leaf.clone()
+
+    copied: State = map_leaves(copy, state)
+    return copied
+
+
+def with_model(state: Any, path: AnyPath, key: str = "") -> State:
+    """The content of a checkpoint, with the model's state under ``"model"``.
+
+    The files of MMEngine and Lightning have that under ``"state_dict"``. A bare state dict (tensors
+    by name) is taken as the model's.
+
+    Args:
+        state: the content.
+        path: where it was read, for the error.
+        key: the name of the model's state, if it is another one.
+
+    Raises:
+        CorruptCheckpointError: if it holds no model's state.
+    """
+    content = state if isinstance(state, dict) else {}
+    there = [name for name in content if isinstance(content[name], dict)]
+    for name in [key] if key else ["model", "state_dict"]:
+        if name in there:
+            rest = {
+                each: content[each] for each in content if each not in (name, "model")
+            }
+            return {"model": content[name], **rest}
+    # The extra state of a module may be anything (Module.get_extra_state).
+    names = [name for name in content if not str(name).endswith("_extra_state")]
+    if names and not key and all(torch.is_tensor(content[name]) for name in names):
+        return {"model": content}
+    raise CorruptCheckpointError(
+        f"{path} is not a checkpoint: it has no {key or 'model'!r}, no 'state_dict', and not only "
+        f"tensors, but {reprlib.repr(state)}. load_checkpoint(..., key=...) takes the weights of "
+        f"another name, if they are one of {there}"
+    )

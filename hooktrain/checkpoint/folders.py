@@ -35,12 +35,14 @@ from torch.distributed.tensor import DTensor
 from hooktrain.checkpoint.files import (
     MANIFEST,
     STATE,
+    CheckpointFile,
     CorruptCheckpointError,
     is_folder,
     load_file,
     load_verified,
     reading,
     verify_file,
+    with_model,
     write_file,
 )
 from hooktrain.utils import comm
@@ -147,79 +149,80 @@ def save_folder(
         on_main_process(complete, group)
 
 
-def verify_folder(
-    folder: AnyPath, rank: int = 0, world_size: int = 1, *, sizes_only: bool = False
-) -> None:
-    """Compare the files of a sharded checkpoint with its manifest.
+class CheckpointFolder(CheckpointFile):
+    """A folder of shards on a disk that all ranks see."""
 
-    Args:
-        folder: of :func:`save_folder`.
-        rank: which part of the files to read, if the ranks divide them among themselves.
-        world_size: the number of such parts.
-        sizes_only: whether to compare the sizes of the files alone, which reads none of them.
+    def verify(
+        self, part: int = 0, parts: int = 1, *, sizes_only: bool = False
+    ) -> None:
+        """Compare the files of one part with the manifest, or their sizes alone.
 
-    Raises:
-        CorruptCheckpointError: naming the first file that is missing, truncated or altered, or
-            outside of the folder; for a folder of an earlier revision.
-    """
-    folder = Path(folder)
-    with reading(folder):
-        verify_file(folder / MANIFEST)
-        manifest = load_verified(folder / MANIFEST, mapped=True)
-        if manifest.keys() == {"files"}:
-            raise CorruptCheckpointError(
-                f"{folder} is of an earlier revision: `hooktrain checkpoint upgrade {folder}` "
-                "converts it"
-            )
-        files = manifest["files"]
-        for name in sorted(files)[rank::world_size]:
-            path = folder / name
-            if path.name != name:
-                raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
-            size, checksum = files[name]
-            found = (path.stat().st_size, checksum) if sizes_only else _digest(path)
-            if found != (size, checksum):
+        Raises:
+            CorruptCheckpointError: naming the first file that is missing, truncated or altered, or
+                outside of the folder; for a folder of an earlier revision.
+        """
+        folder = Path(self.path)
+        with reading(folder):
+            verify_file(folder / MANIFEST)
+            manifest = load_verified(folder / MANIFEST, mapped=True)
+            if manifest.keys() == {"files"}:
                 raise CorruptCheckpointError(
-                    f"{path} was altered: it has {found}, not {(size, checksum)}"
+                    f"{folder} is of an earlier revision: `hooktrain checkpoint upgrade {folder}` "
+                    "converts it"
                 )
+            files = manifest["files"]
+            for name in sorted(files)[part::parts]:
+                path = folder / name
+                if path.name != name:
+                    raise CorruptCheckpointError(f"{folder} has no file {name!r} in it")
+                size, checksum = files[name]
+                found = (path.stat().st_size, checksum) if sizes_only else _digest(path)
+                if found != (size, checksum):
+                    raise CorruptCheckpointError(
+                        f"{path} was altered: it has {found}, not {(size, checksum)}"
+                    )
 
+    def read(
+        self,
+        model: nn.Module | None = None,
+        map_location: Device = "cpu",
+        key: str = "",
+    ) -> State:
+        """Load the verified folder. Not collective. Runs no code that a file may hold.
 
-def read_folder(
-    folder: AnyPath, model: nn.Module | None = None, map_location: Device = "cpu"
-) -> State:
-    """Read a folder that was verified. Not collective. Runs no code that a file may hold.
+        Args:
+            model: of a tensor only this rank's shard is read if a sharded tensor of this model has
+                its shape, and a name that is part of its dotted key. These are weights, their
+                averages, and the state of an optimizer. All other tensors are read in full.
+            map_location: the device of tensors that are read in full. On ``"meta"`` they have no
+                data.
+            key: see :func:`hooktrain.checkpoint.load_checkpoint`.
 
-    Args:
-        folder: of :func:`save_folder`.
-        model: of a tensor only this rank's shard is read if a sharded tensor of this model has its
-            shape, and a name that is part of its dotted key. These are weights, their averages,
-            and the state of an optimizer. All other tensors are read in full.
-        map_location: the device of tensors that are read in full. On ``"meta"`` they have no data.
+        Raises:
+            CorruptCheckpointError: if it asks to run code, or was not written by
+                :func:`save_folder`.
+        """
+        shards = shards_of(model)
+        tensors: Tensors = {}
 
-    Raises:
-        CorruptCheckpointError: if it asks to run code, or was not written by :func:`save_folder`.
-    """
-    shards = shards_of(model)
-    tensors: Tensors = {}
+        def allocate(keys: Keys, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_meta:
+                return leaf
+            name = dotted(keys)
+            shard = shard_for(leaf, name, shards)
+            if shard is None:
+                tensors[name] = torch.empty_like(leaf, device=map_location)
+            else:
+                tensors[name] = torch.empty_like(shard, dtype=leaf.dtype)
+            return tensors[name]
 
-    def allocate(keys: Keys, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_meta:
-            return leaf
-        name = dotted(keys)
-        shard = shard_for(leaf, name, shards)
-        if shard is None:
-            tensors[name] = torch.empty_like(leaf, device=map_location)
-        else:
-            tensors[name] = torch.empty_like(shard, dtype=leaf.dtype)
-        return tensors[name]
-
-    folder = Path(folder)
-    with reading(folder):
-        state: State = load_file(folder / STATE, map_location)["state"]
-        if torch.device(map_location).type != "meta":
-            state = map_leaves(allocate, state)
-            _read_tensors(tensors, folder)
-    return state
+        folder = Path(self.path)
+        with reading(folder):
+            state: State = load_file(folder / STATE, map_location)["state"]
+            if torch.device(map_location).type != "meta":
+                state = map_leaves(allocate, state)
+                _read_tensors(tensors, folder)
+        return with_model(state, folder, key)
 
 
 @torch.no_grad()

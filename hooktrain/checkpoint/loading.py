@@ -9,33 +9,20 @@ import socket
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hooktrain.checkpoint.files import (
-    CorruptCheckpointError,
-    is_folder,
-    load_verified,
-    verify_file,
-)
+from hooktrain.checkpoint.files import CheckpointFile, CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.sources import local_path
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import Keys, State, dotted
-from hooktrain.utils.tensors import (
-    Device,
-    Tensors,
-    map_leaves,
-    shard_for,
-    shard_like,
-    shards_of,
-)
+from hooktrain.utils.names import State
+from hooktrain.utils.tensors import Device, shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -49,77 +36,6 @@ Shapes = list[tuple[str, Shape, Shape]]
 Renames = Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class CheckpointFile:
-    """A checkpoint in one file, which every rank reads as a whole.
-
-    Attributes:
-        path: of the file.
-        seen_as: the machine and the number of the file there. On two ranks it is the same if they
-            see the same file.
-        ending: the size of the file, and the checksum of its last bytes, in which torch has the
-            checksums of its parts. On two machines it is the same if the files are equal.
-    """
-
-    path: str
-    seen_as: tuple[Any, ...] = ()
-    ending: tuple[int, ...] = ()
-
-    def verify(self, part: int, parts: int, *, sizes_only: bool = False) -> None:
-        """Compare the checksums in the file. All of it is in the first part.
-
-        Args:
-            part: which part to read, from 0, if the ranks divide the work among themselves.
-            parts: the number of parts.
-            sizes_only: whether the data of tensors will not be read, so that the sizes of the
-                shards are enough. A file is verified as a whole.
-
-        Raises:
-            CorruptCheckpointError: if it is broken.
-            OSError: if it cannot be opened.
-        """
-        if part == 0:
-            verify_file(self.path)
-
-    def read(
-        self, model: nn.Module | None, map_location: Device = "cpu", key: str = ""
-    ) -> State:
-        """Load the verified file, with the model's state under ``"model"``. Not collective.
-
-        Args:
-            model: the model to load. Tensors that are copied into it, and those of which
-                a rank takes a shard, stay in the mapped file. All others are copied into memory,
-                since the object that loads them may keep them.
-            map_location: the device on which the tensors arrive.
-            key: see :func:`load_checkpoint`.
-
-        Raises:
-            CorruptCheckpointError: if it is broken, or holds no model's state.
-        """
-        mapped = model is not None or map_location == "meta"
-        content = load_verified(self.path, map_location, mapped=mapped)
-        state = with_model(content, self.path, key)
-        return state if model is None else _copy_kept(state, shards_of(model))
-
-
-class CheckpointFolder(CheckpointFile):
-    """A folder of shards on a disk that all ranks see."""
-
-    def verify(self, part: int, parts: int, *, sizes_only: bool = False) -> None:
-        """Compare the digests of the files of one part, or their sizes alone."""
-        from hooktrain.checkpoint.folders import verify_folder
-
-        verify_folder(self.path, part, parts, sizes_only=sizes_only)
-
-    def read(
-        self, model: nn.Module | None, map_location: Device = "cpu", key: str = ""
-    ) -> State:
-        """Load the verified folder. If the model is sharded, a rank reads its shards only."""
-        from hooktrain.checkpoint.folders import read_folder
-
-        return with_model(read_folder(self.path, model, map_location), self.path, key)
-
-
 def open_checkpoint(path: str) -> CheckpointFile:
     """The file or folder of shards that a path is, intact or not.
 
@@ -128,6 +44,8 @@ def open_checkpoint(path: str) -> CheckpointFile:
         FileNotFoundError: if there is none.
     """
     if is_folder(path):
+        from hooktrain.checkpoint.folders import CheckpointFolder
+
         return CheckpointFolder(path)
     if os.path.isdir(path):
         raise IsADirectoryError(
@@ -144,8 +62,7 @@ def open_checkpoint(path: str) -> CheckpointFile:
 def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> State:
     """Verify and load a file or a folder; the result has the model's state under ``"model"``.
 
-    The files of MMEngine and Lightning have that under ``"state_dict"``. A bare state dict (tensors
-    by name) is taken as the model's.
+    Other files have it elsewhere; see :func:`hooktrain.checkpoint.files.with_model`.
 
     Args:
         path: of the file or folder, which this process reads alone.
@@ -159,7 +76,7 @@ def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> S
         FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
     """
     checkpoint = open_checkpoint(path)
-    checkpoint.verify(0, 1, sizes_only=map_location == "meta")
+    checkpoint.verify(sizes_only=map_location == "meta")
     return checkpoint.read(None, map_location, key)
 
 
@@ -189,43 +106,6 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     states: list[State] = []
     on_all_ranks(lambda: states.append(checkpoint.read(model)))
     return states[0]
-
-
-def _copy_kept(state: State, shards: Tensors) -> State:
-    """Copy the tensors that an object may keep when it loads the state."""
-
-    def copy(keys: Keys, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        name = dotted(keys)
-        is_of_model = keys[0] == "model" and "_extra_state" not in name
-        if is_of_model or shard_for(leaf, name, shards) is not None:
-            return leaf
-        return leaf.clone()
-
-    copied: State = map_leaves(copy, state)
-    return copied
-
-
-def with_model(state: Any, path: str, key: str = "") -> State:
-    """A file's content, with the model's state under ``"model"``; see :func:`read_checkpoint`."""
-    content = state if isinstance(state, dict) else {}
-    there = [name for name in content if isinstance(content[name], dict)]
-    for name in [key] if key else ["model", "state_dict"]:
-        if name in there:
-            rest = {
-                each: content[each] for each in content if each not in (name, "model")
-            }
-            return {"model": content[name], **rest}
-    # The extra state of a module may be anything (Module.get_extra_state).
-    names = [name for name in content if not str(name).endswith("_extra_state")]
-    if names and not key and all(torch.is_tensor(content[name]) for name in names):
-        return {"model": content}
-    raise CorruptCheckpointError(
-        f"{path} is not a checkpoint: it has no {key or 'model'!r}, no 'state_dict', and not only "
-        f"tensors, but {reprlib.repr(state)}. load_checkpoint(..., key=...) takes the weights of "
-        f"another name, if they are one of {there}"
-    )
 
 
 class IncompatibleKeys(NamedTuple):

@@ -198,7 +198,7 @@ class Store:
 
     def fetch(self, entry: Entry) -> None:
         """Bring a file, or a folder of shards, and verify it. Collective."""
-        from hooktrain.checkpoint.folders import verify_folder
+        from hooktrain.checkpoint.folders import CheckpointFolder
 
         target = self._folder / entry["name"]
         with ExitStack() as stack:
@@ -221,7 +221,7 @@ class Store:
 
             def verify() -> None:
                 if temporary.is_dir():
-                    verify_folder(temporary, self._rank, self._ranks)
+                    CheckpointFolder(temporary).verify(self._rank, self._ranks)
                 elif target.suffix == ".pth" and self._rank == 0:
                     verify_file(temporary)
 

@@ -26,12 +26,7 @@ from faults import RunsCode
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer, folders
 from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, write_file
-from hooktrain.checkpoint.folders import (
-    copy_to_host,
-    read_folder,
-    save_folder,
-    verify_folder,
-)
+from hooktrain.checkpoint.folders import CheckpointFolder, copy_to_host, save_folder
 from hooktrain.checkpoint.loading import read_checkpoint, read_on_all_ranks
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.model.sharding import shard_model
@@ -89,7 +84,7 @@ def test_numbers_of_every_kind_come_back_and_views_as_what_they_show(
     kinds = (torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.uint8)
     converted = [flags.to(kind) for kind in kinds]
     save_folder({"model": views, "kinds": converted}, tmp_path / "a")
-    found = read_folder(tmp_path / "a")
+    found = CheckpointFolder(tmp_path / "a").read()
     assert found["model"]["conj"].tolist() == [1 - 2j, 3 + 4j]
     assert found["model"]["imag"].tolist() == [-2, 4]
     assert found["model"]["every"].tolist() == [True, True]
@@ -116,7 +111,7 @@ def test_a_folder_on_a_file_system_that_cannot_map_is_read(
 
     save(tmp_path / "a", 1)
     monkeypatch.setattr(torch, "from_file", fail)
-    assert_equal(read_folder(tmp_path / "a"), state_of(1))
+    assert_equal(CheckpointFolder(tmp_path / "a").read(), state_of(1))
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -239,7 +234,7 @@ CRAFTED = [[], {}, {"files": 3, "tensors": {}}, {"files": {3: (1, 1)}, "tensors"
 def test_a_crafted_manifest_is_refused(content: Any, tmp_path: Path) -> None:
     folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
     with pytest.raises(CorruptCheckpointError, match="intact"):
-        verify_folder(folder)
+        CheckpointFolder(folder).verify()
 
 
 def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path) -> None:
@@ -247,7 +242,7 @@ def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path) -> None:
     content = {"files": {"../b/state.pth": digest}, "tensors": {}}
     folder = forge(save(tmp_path / "a", 1), "manifest.pth", content)
     with pytest.raises(CorruptCheckpointError, match=r"'\.\./b/state\.pth'"):
-        verify_folder(folder)
+        CheckpointFolder(folder).verify()
 
 
 def test_the_metadata_that_torch_has_pickled_is_not_read(tmp_path: Path) -> None:
@@ -370,10 +365,10 @@ def test_a_damaged_file_is_named_before_anything_is_read(
         path.write_bytes(data[:40] + bytes(200) + data[240:])
     else:
         path.write_bytes(data[:-1])
-    monkeypatch.setattr(folders, "read_folder", None)
-    for read in (read_checkpoint, verify_folder):
+    monkeypatch.setattr(CheckpointFolder, "read", None)
+    for verify in (read_checkpoint, lambda path: CheckpointFolder(path).verify()):
         with pytest.raises(CorruptCheckpointError, match=re.escape(name)):
-            read(str(folder))
+            verify(str(folder))
 
 
 def test_code_in_a_shard_is_not_run(tmp_path: Path) -> None:
@@ -519,7 +514,7 @@ def read_on_two_axes(folder: Path) -> None:
         {n: distribute_tensor(full, mesh, p) for n, p in placements.items()}
     )
     save_folder({"model": dict(model)}, folder)
-    for name, tensor in read_folder(folder, model)["model"].items():
+    for name, tensor in CheckpointFolder(folder).read(model)["model"].items():
         assert tensor.placements == tuple(placements[name])
         assert torch.equal(tensor.full_tensor(), full)
 

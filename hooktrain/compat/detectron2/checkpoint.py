@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 from hooktrain import checkpoint as core
-from hooktrain.checkpoint.files import CorruptCheckpointError, is_folder, load_file
-from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state, with_model
+from hooktrain.checkpoint.files import (
+    CorruptCheckpointError,
+    is_folder,
+    load_file,
+    with_model,
+)
+from hooktrain.checkpoint.loading import IncompatibleKeys, load_model_state
 from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.compat.detectron2.functions import CONFIG
 from hooktrain.compat.detectron2.paths import PathManager
