@@ -41,6 +41,7 @@ TOOLS = [
     "plot.py",
     "checkpoint.py",
     "compare.py",
+    "compare_trace.py",
     "follow.py",
     "estimate.py",
     "estimate_rank.py",

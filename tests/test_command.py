@@ -135,6 +135,7 @@ def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> Non
         "plot.py",
         "checkpoint.py",
         "compare.py",
+        "compare_trace.py",
         "follow.py",
         "estimate.py",
         "estimate_rank.py",

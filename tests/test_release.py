@@ -22,6 +22,7 @@ SOURCES = (
 )
 TOOLS = {
     *("train_net.py", "plot.py", "checkpoint.py", "compare.py", "new.py"),
+    "compare_trace.py",
     *("follow.py", "estimate.py", "estimate_rank.py", "estimate_watch.py"),
     *("from_detectron2.sed", "from_mmengine.sed"),
 }

@@ -3,6 +3,8 @@
     python tools/compare.py RUN_A RUN_B                        # two output folders
     python tools/compare.py RUN --with train.compile=true      # a run and itself, changed
     python tools/compare.py RUN --python OTHER/bin/python      # itself in another environment
+    python tools/compare.py --trace A train.py ARGUMENTS       # runs a script, and traces it
+    python tools/compare.py --traces A B                       # two such traces
 
 A run is an output folder whose config.json loads, or the address of its store, such as
 s3://bucket/run, which is fetched. Nothing has to be recorded in advance. Two runs are compared by
@@ -26,37 +28,36 @@ are compared. With other numbers of ranks (`--ranks 1 --other-ranks 2`) the batc
 another one, so batches, outputs, losses and buffers are left out; shards are gathered. A
 configuration may name any function, see SECURITY.md.
 
+A script without a configuration is traced while it runs, by `--trace FOLDER` before its name: as it
+is, with its own output folder, and to its end or to the iteration `--until`. Then `--traces`
+compares two traces; for the values trace both again with `--values-from`.
+
 The exit code is 0 if nothing differs, 1 if something does, and 2 if it cannot be told.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from compare_trace import Values, digest, trace_script, trace_side, values_file
 from torch import Tensor
 
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.checkpoint.store import Store
 from hooktrain.config import LazyConfig
-from hooktrain.engine import HookBase, build_trainer, default_setup, launch
+from hooktrain.engine import launch
 from hooktrain.events.json_writer import OF_THE_MACHINE, load_json_metrics
-from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver.optim_wrapper_dict import by_name
-from hooktrain.utils import comm
 from hooktrain.utils.names import dotted
-from hooktrain.utils.tensors import full_tensor, map_leaves
+from hooktrain.utils.tensors import map_leaves
 
 COMMAND = os.environ.get("HOOKTRAIN_COMMAND")
 
@@ -64,167 +65,6 @@ OF_A_RANK = "input", "output", "loss", "buffer"  # other ranks have others
 
 # The last iteration to compute, and the checkpoints after which the sides begin.
 Span = tuple[int, str | None, str | None]
-Values = dict[
-    str, Any
-]  # tensors and plain values by name, in the order in which they arise
-
-
-class EndOfTraceError(Exception):
-    """Ends a run after the last iteration to look at."""
-
-
-class Trace(HookBase):
-    """Writes a hash of everything that an iteration computes, and the values of some iterations.
-
-    Into the folder it writes ``hashes-RANK.jsonl``, with a list of names and hashes of each
-    iteration, and ``values-ITERATION-RANK.pt``. Each look at a tensor is a host-device
-    synchronisation.
-
-    Args:
-        folder: an existing folder.
-        end: the iteration after which the run ends, by an error.
-        values_from: the first iteration whose values are written; None writes none.
-    """
-
-    phase = "end"
-
-    def __init__(self, folder: Path, end: int, values_from: int | None) -> None:
-        self.folder = folder
-        self.end = end
-        self.values_from = values_from
-        self.values: Values = {}
-        self.passes: Counter[str] = Counter()
-
-    def before_train(self) -> None:
-        """Look at the weights, and at each module from now on."""
-        self.model = unwrap_model(self.trainer.model)
-        self.handles = [
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        ]
-        for name, module in self.model.named_modules():
-            if is_inside_of_compiled(self.model, name):
-                continue
-            title = f"{name or 'the model'} ({type(module).__name__})"
-            self.handles.append(
-                module.register_forward_hook(self._after_forward(f"output of {title}"))
-            )
-        for name, weight in self.model.state_dict().items():
-            self.look(f"{name} at the start", weight)
-
-    def before_step(self) -> None:
-        """Look at the settings of the optimizers."""
-        self.passes.clear()
-        for key, wrapper in by_name(self.trainer.optim_wrapper).items():
-            for i, group in enumerate(wrapper.param_groups):
-                for name, value in group.items():
-                    if name not in ("params", "param_names"):
-                        where = f"group {i} of the optimizer {key}".rstrip()
-                        self.look(f"setting {name} of {where}", value)
-
-    def _before_forward(self, _: Any, args: Any, kwargs: Any) -> None:
-        self._look_into("input of the model", (args, kwargs))
-
-    def _after_forward(self, title: str) -> Any:
-        def look(_module: Any, _args: Any, output: Any) -> None:
-            self._look_into(title, output)
-
-        return look
-
-    def _look_into(self, title: str, data: Any) -> None:
-        if not self.model.training:  # an evaluation
-            return
-
-        def look(path: tuple[Any, ...], leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                self.look(f"{title}: {dotted(path)}" if path else title, leaf)
-            return leaf
-
-        map_leaves(look, data)
-
-    def look(self, name: str, value: Any) -> None:
-        """Keep a value of this iteration. Of the same name there may be several passes."""
-        self.passes[name] += 1
-        if self.passes[name] > 1:
-            name += f", pass {self.passes[name]}"
-        if isinstance(value, Tensor):
-            value = full_tensor(value.detach()).cpu().clone()
-        self.values[name] = value
-
-    def after_backward(self) -> None:
-        """Look at the losses and the gradients, those of the last layers first."""
-        for name, loss in getattr(self.trainer, "losses", {}).items():
-            self.look(f"loss {name}", loss)
-        for name, weight in reversed([*self.model.named_parameters()]):
-            if weight.grad is not None:
-                self.look(f"gradient of {name}", weight.grad)
-
-    def after_step(self) -> None:
-        """Look at the weights, and write the iteration."""
-        buffers = dict(self.model.named_buffers())
-        for name, weight in self.model.state_dict().items():
-            kind = "buffer" if name in buffers else "weight"
-            self.look(f"{kind} {name} after the update", weight)
-        iteration = self.trainer.iter
-        line = [
-            iteration,
-            [(name, digest(value)) for name, value in self.values.items()],
-        ]
-        with open(self.folder / f"hashes-{comm.get_rank()}.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
-        if self.values_from is not None and iteration >= self.values_from:
-            path = self.folder / f"values-{iteration}-{comm.get_rank()}.pt"
-            torch.save(self.values, path)
-        self.values = {}
-        if iteration == self.end:
-            raise EndOfTraceError
-
-    def after_train(self) -> None:
-        """Leave the modules as they were."""
-        for handle in self.handles:
-            handle.remove()
-
-
-def is_inside_of_compiled(model: torch.nn.Module, name: str) -> bool:
-    """Whether torch's compiler runs a module as a part of another one, or of itself."""
-    parts = name.split(".") if name else []
-    parents = [".".join(parts[:i]) for i in range(len(parts))]
-    return any(
-        model.get_submodule(parent)._compiled_call_impl is not None
-        for parent in parents
-    )
-
-
-def digest(value: Any) -> str:
-    """A hash of the bits of a tensor with its type and shape, or of another value's text."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    found = hashlib.blake2b(
-        f"{value.dtype} {tuple(value.shape)}".encode(), digest_size=8
-    )
-    if value.is_sparse:
-        value = value.to_dense()
-    found.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def trace_side(side: dict[str, Any]) -> None:
-    """Compute the iterations of one side in this process."""
-    cfg = LazyConfig.load(side["config"])
-    cfg = LazyConfig.apply_overrides(cfg, side["overrides"])
-    folder = Path(side["folder"])
-    cfg.train.output_dir = str(folder / "run")
-    cfg.train.store = ""
-    cfg.train.checkpointer.period = 10**9
-    cfg.writers = []
-    default_setup(cfg, argparse.Namespace())
-    trainer = build_trainer(cfg)
-    trainer.register_hooks([Trace(folder, side["end"], side["values_from"])])
-    if side["checkpoint"]:
-        trainer.checkpointer.load(side["checkpoint"])
-    else:
-        trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=False)
-    with suppress(EndOfTraceError):
-        trainer.train(max_iter=cfg.train.max_iter)
 
 
 def run_side(python: str, side: dict[str, Any]) -> Any:
@@ -326,7 +166,7 @@ def first_other_value(
     one: Path, other: Path, iteration: int, rank: int, same_ranks: bool, rtol: float
 ) -> tuple[str, str] | None:
     """The first name of an iteration whose values differ, with what differs, if there is one."""
-    file = f"values-{iteration}-{rank}.pt"
+    file = values_file(iteration, rank)
     mine, theirs = (torch.load(folder / file) for folder in (one, other))
     for name, a in mine.items():
         if name in theirs and are_compared(name, same_ranks):
@@ -334,6 +174,24 @@ def first_other_value(
             if text:
                 return name, text
     return None
+
+
+def print_first_other_value(
+    folders: tuple[Path, Path],
+    places: Iterable[tuple[int, int]],
+    same_ranks: bool,
+    names_rank: bool,
+    rtol: float,
+) -> bool:
+    """Print the first value that differs in these iterations and ranks; return whether one does."""
+    for iteration, rank in places:
+        found = first_other_value(*folders, iteration, rank, same_ranks, rtol)
+        if found is not None:
+            where = f", on rank {rank}," if names_rank else ""
+            print(f"Iteration {iteration} is the first that differs{where} in")
+            print(f"  {found[0]}: {found[1]}")
+            return True
+    return False
 
 
 def difference(a: Any, b: Any, rtol: float) -> str:
@@ -543,7 +401,7 @@ def compare_span(one: Side, other: Side, span: Span, rtol: float) -> int | None:
         if found is None:
             print(f"Computed again, {computed} are equal in every bit")
             return None
-        first, rank, name = found
+        first, _, name = found
         last = end if rtol else first
         one.trace(folder / "a again", mine, last, first)
         again = first_other_hash(folder / "a", folder / "a again", one.ranks, True)
@@ -557,13 +415,9 @@ def compare_span(one: Side, other: Side, span: Span, rtol: float) -> int | None:
                 return 2
         other.trace(folder / "b again", theirs, last, first)
         pair = folder / "a again", folder / "b again"
-        for iteration, rank in product(range(first, last + 1), range(ranks)):
-            text = first_other_value(*pair, iteration, rank, same_ranks, rtol)
-            if text is not None:
-                where = f", on rank {rank}," if one.ranks > 1 else ""
-                print(f"Iteration {iteration} is the first that differs{where} in")
-                print(f"  {text[0]}: {text[1]}")
-                return 1
+        places = product(range(first, last + 1), range(ranks))
+        if print_first_other_value(pair, places, same_ranks, one.ranks > 1, rtol):
+            return 1
     if not rtol:
         print(
             f"{other.folder} does not repeat itself: iteration {first} differed in {name}, and not "
@@ -577,6 +431,69 @@ def compare_span(one: Side, other: Side, span: Span, rtol: float) -> int | None:
     return 0
 
 
+def compare_traces(a: Path, b: Path, rtol: float) -> int:
+    """Print what differs first in two traces of scripts; return the exit code."""
+    ranks = [len([*folder.glob("hashes-*.jsonl")]) for folder in (a, b)]
+    for folder, count in zip((a, b), ranks, strict=True):
+        if not count:
+            raise FileNotFoundError(
+                f"{folder} has no hashes-0.jsonl: a trace is the folder of --trace"
+            )
+    same_ranks = ranks[0] == ranks[1]
+    compared = ranks[0] if same_ranks else 1
+    both = hashes(a, 0).keys() & hashes(b, 0).keys()
+    if not both:
+        raise ValueError(f"{a} and {b} have no iteration in common")
+    iterations = f"iterations {min(both)} to {max(both)}"
+    found = first_other_hash(a, b, compared, same_ranks)
+    if found is None:
+        print(f"The traces are equal in every bit, {iterations}")
+        return 0
+    first, rank, name = found
+    valued = [
+        pair
+        for pair in product(range(first, max(both) + 1), range(compared))
+        if all((folder / values_file(*pair)).exists() for folder in (a, b))
+    ]
+    if not valued or valued[0][0] > first or (rtol and valued[-1][0] < max(both)):
+        where = f", on rank {rank}," if ranks[0] > 1 else ""
+        print(f"Iteration {first} is the first that differs{where} in\n  {name}")
+        print(f"For the values trace both again with --values-from {first}")
+        return 1
+    if print_first_other_value((a, b), valued, same_ranks, ranks[0] > 1, rtol):
+        return 1
+    print(
+        f"The traces are equal within rtol={rtol}, {iterations}. The first other bit is in "
+        f"iteration {first}, in {name}"
+    )
+    return 0
+
+
+def parse_trace() -> argparse.Namespace:
+    """The arguments of a command line that traces a script."""
+    parser = argparse.ArgumentParser(prog=COMMAND)
+    add = parser.add_argument
+    add("--trace", type=Path, metavar="FOLDER", help="where to write; a new folder")
+    add("--until", type=int, default=-1, metavar="ITERATION",
+        help="after which the process ends; by default the script comes to its end")  # fmt: skip
+    add(
+        "--values-from",
+        type=int,
+        metavar="ITERATION",
+        help="the first whose values are kept",
+    )
+    add(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="and its arguments",
+    )
+    args = parser.parse_args()
+    if not args.command or not Path(args.command[0]).is_file():
+        parser.error(f"after the options a script is to follow, not {args.command[:1]}")
+    return args
+
+
 def parse() -> argparse.Namespace:
     """The arguments of the command line."""
     parser = argparse.ArgumentParser(
@@ -585,7 +502,12 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("a", metavar="RUN_A", help="an output folder, or the address of a store")
+    add(
+        "a",
+        nargs="?",
+        metavar="RUN_A",
+        help="an output folder, or the address of a store",
+    )
     add("b", nargs="?", metavar="RUN_B", help="another one; without it, RUN_A itself")
     add("--with", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE",
         help="changes of the second side's configuration")  # fmt: skip
@@ -603,7 +525,22 @@ def parse() -> argparse.Namespace:
     )
     add("--iterations", type=int, default=20, help="to compute, without RUN_B (20)")
     add("--rtol", type=float, default=0.0, help="the difference to tolerate (0)")
+    add("--trace", nargs="+", metavar=("FOLDER", "SCRIPT"),
+        help="run a script, and write a trace of it; `--trace --help` has its options")  # fmt: skip
+    add(
+        "--traces",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="compare two such traces",
+    )
     args = parser.parse_args()
+    if args.trace:
+        parser.error("--trace comes first: --trace FOLDER SCRIPT ARGUMENTS")
+    if bool(args.a) == bool(args.traces):
+        parser.error("give RUN_A, or --traces A B")
+    if args.traces:
+        return args
     if args.b is None and not (args.overrides or args.python or args.other_ranks):
         parser.error("give RUN_B, or --with, --python or --other-ranks to change RUN_A")
     if args.b is not None and args.from_checkpoint:
@@ -613,13 +550,27 @@ def parse() -> argparse.Namespace:
     return args
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Do what the command line asks for; return the exit code."""
     if sys.argv[1:2] == ["--side"]:
         spec = json.loads(sys.argv[2])
         launch(trace_side, spec["ranks"], args=(spec,))
-    else:
-        try:
-            sys.exit(compare(parse()))
-        except (OSError, ValueError, RuntimeError) as error:
-            print(f"{COMMAND or 'compare'}: {error}", file=sys.stderr)
-            sys.exit(2)
+        return 0
+    if sys.argv[1:2] == ["--trace"]:
+        args = parse_trace()
+        trace_script(args.command, args.trace, args.until, args.values_from)
+        return 0
+    args = parse()
+    if args.traces:
+        return compare_traces(*args.traces, args.rtol)
+    return compare(args)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (OSError, ValueError, RuntimeError) as error:
+        if sys.argv[1:2] in (["--side"], ["--trace"]):
+            raise
+        print(f"{COMMAND or 'compare'}: {error}", file=sys.stderr)
+        sys.exit(2)

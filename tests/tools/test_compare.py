@@ -78,7 +78,7 @@ def tool(
 
     def call(*arguments: str | Path) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
-        code = compare.compare(compare.parse())
+        code = compare.main()
         return code, capsys.readouterr().out
 
     monkeypatch.setattr(compare, "run_side", run_side)
@@ -215,9 +215,112 @@ def test_a_row_that_no_step_explains_is_said(
     assert "by what is not computed in a step" in printed
 
 
+SCRIPT = """
+import sys
+
+import bending
+import torch
+
+from hooktrain import Checkpointer, SimpleTrainer, build_strategy, build_train_loader
+from hooktrain import default_hooks, launch
+from hooktrain.demos import DigitsCNN, DigitsDataset
+
+
+def main() -> None:
+    model = build_strategy(seed=0, device="cpu").prepare(lambda: DigitsCNN(channels=4))
+    loader = build_train_loader(DigitsDataset(train=True), total_batch_size=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    trainer = SimpleTrainer(model, loader, optimizer)
+    saver = Checkpointer(model, sys.argv[1], trainer=trainer)
+    trainer.register_hooks(default_hooks(checkpointer=saver, checkpoint_period=4))
+    if len(sys.argv) > 2:
+        trainer.register_hooks([bending.Scale(start=int(sys.argv[2]))])
+    saver.resume_or_load()
+    trainer.train(max_iter=8)
+
+
+if __name__ == "__main__":
+    launch(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def trace(folder: Path, script: Path, *arguments: Any, ranks: int = 1) -> Path:
+    """Trace the script, whose output folder is beside the trace; return the trace."""
+    options = [each for each in arguments if str(each).startswith("--")]
+    rest = arguments[len(options) :]
+    command = ["--trace", folder, *options, script, folder.with_suffix(".run"), *rest]
+    done = run_ranks(ranks, "compare.py", *command)
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+def test_scripts_without_a_configuration_are_compared_by_their_traces(
+    script: Path, tmp_path: Path, tool: Compare
+) -> None:
+    a = trace(tmp_path / "a", script)
+    b = trace(tmp_path / "b", script, 6)
+    code, printed = tool("--traces", a, b)
+    assert code == 1
+    assert printed == (
+        "Iteration 6 is the first that differs in\n  output of head (Linear)\n"
+        "For the values trace both again with --values-from 6\n"
+    )
+    assert (tmp_path / "a.run" / "model_final.pth").exists()
+    valued = [
+        trace(tmp_path / f"{name} again", script, "--values-from=6", *start)
+        for name, start in (("a", ()), ("b", (6,)))
+    ]
+    code, printed = tool("--traces", *valued)
+    assert code == 1
+    assert "differs in\n  output of head (Linear): 6" in printed
+    code, printed = tool("--traces", *valued, "--rtol", "1e-3")
+    assert code == 0
+    assert "equal within rtol=0.001, iterations 0 to 7. The first other bit" in printed
+
+
+def test_equal_traces_of_two_ranks_end_where_it_is_asked_for(
+    script: Path, tmp_path: Path, tool: Compare
+) -> None:
+    a = trace(tmp_path / "a", script, "--until=2", ranks=2)
+    b = trace(tmp_path / "b", script, "--until=5", ranks=2)
+    code, printed = tool("--traces", a, b)
+    assert code == 0
+    assert printed == "The traces are equal in every bit, iterations 0 to 2\n"
+    assert not (tmp_path / "b.run" / "model_final.pth").exists()
+    (b / "hashes-1.jsonl").unlink()
+    code, printed = tool("--traces", a, b)  # of another number of ranks
+    assert code == 0
+
+
+def test_a_trace_is_no_run_and_is_not_written_twice(
+    script: Path, run: Path, tmp_path: Path, tool: Compare
+) -> None:
+    a = trace(tmp_path / "a", script, "--until=1")
+    with pytest.raises(FileNotFoundError, match=f"{run} has no hashes-0.jsonl"):
+        tool("--traces", a, run)
+    again = run_ranks(1, "compare.py", "--trace", a, script, tmp_path / "other")
+    assert again.returncode != 0
+    assert "is there already: give a new folder" in again.stdout
+    nothing = tmp_path / "nothing.py"
+    nothing.touch()
+    done = run_ranks(1, "compare.py", "--trace", tmp_path / "none", nothing)
+    assert done.returncode != 0
+    assert f"{nothing} has trained nothing in this process" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ([], "give RUN_A, or --traces A B"),
+        (["{run}", "--traces", "a", "b"], "give RUN_A, or --traces A B"),
+        (["{run}", "--trace", "a"], "--trace comes first"),
         (["{run}"], "give RUN_B, or --with"),
         (
             ["{run}", "{run}", "--from-checkpoint", "model_final.pth"],
