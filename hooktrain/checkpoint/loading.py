@@ -167,7 +167,12 @@ def load_checkpoint(
 
 
 def load_model_state(
-    model: nn.Module, state: State, strict: bool = False, may_lack: Iterable[str] = ()
+    model: nn.Module,
+    state: State,
+    strict: bool = False,
+    may_lack: Iterable[str] = (),
+    *,
+    check_only: bool = False,
 ) -> IncompatibleKeys:
     """Load the tensors that fit by name and shape, and warn of the others.
 
@@ -182,6 +187,7 @@ def load_model_state(
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
         strict: whether to refuse the state if there is a difference. The model is as it was then.
         may_lack: the names of tensors that are not missing if the state lacks them.
+        check_only: whether to load nothing, and only refuse what ``strict`` refuses.
 
     Returns:
         The differences. What ``model.state_dict()`` leaves out on purpose is not missing.
@@ -219,6 +225,8 @@ def load_model_state(
                 "the weights on purpose, strict=False loads what fits, as do load(path) and "
                 "train.init_checkpoint"
             )
+    if check_only:
+        return IncompatibleKeys([], [], [])
     found = _load(model, loadable, in_model, incorrect)
     if any(found):
         logger.warning("Not loaded: %s", _describe(found))

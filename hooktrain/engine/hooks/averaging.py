@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hooktrain.checkpoint.loading import OF_WRAPPERS, load_model_state
+from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.data.batches import Batches
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import EventStorage
@@ -102,11 +102,7 @@ class EMA(HookBase):
 
     def check_state_dict(self, state_dict: State) -> None:
         """Refuse the average of a model with other parameters."""
-        different = _shapes(state_dict) ^ _shapes(self.state_dict())
-        if different:
-            raise ValueError(
-                f"the saved average is of another model: {sorted(different)[:6]} differ"
-            )
+        load_model_state(self.average, state_dict, strict=True, check_only=True)
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load a state of :meth:`state_dict`; a sharded model takes whole tensors too."""
@@ -190,11 +186,3 @@ def _refuse_another(hook: HookBase, model: nn.Module) -> None:
     problem = another_model(type(hook).__name__, model.parameters(), trained)
     if problem:
         raise ValueError(problem)
-
-
-def _shapes(state: State) -> set[tuple[str, Any]]:
-    # What get_extra_state() of a module returns has no shape.
-    return {
-        (OF_WRAPPERS.sub("", name), tuple(getattr(value, "shape", ())))
-        for name, value in state.items()
-    }
