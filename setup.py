@@ -99,7 +99,7 @@ setup(
     description="A hook-based minimal trainer for PyTorch that never loses or changes a run",
     long_description=description(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     project_urls={} if URL is None else project_urls(URL),
     python_requires=">=3.10",
     # With this an editable installation is a path, which mypy and pyright follow too.
@@ -156,7 +156,6 @@ setup(
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX",
         "Programming Language :: Python :: 3",
         *[f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)],

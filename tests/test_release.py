@@ -56,7 +56,7 @@ def build(kind: str, sources: Path, **environment: str) -> Path:
     """Build a wheel or an sdist by the backend that pyproject.toml names."""
     code = f"from setuptools import build_meta; build_meta.build_{kind}('built')"
     subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-W", "error", "-c", code],
         cwd=sources,
         env={"SOURCE_DATE_EPOCH": "1700000000", "PATH": "/usr/bin:/bin", **environment},
         stdout=subprocess.DEVNULL,
@@ -131,6 +131,7 @@ def test_the_description_of_a_release_links_to_the_files_of_its_version(
     wheel: Path, tmp_path: Path
 ) -> None:
     assert metadata_of(wheel).get_all("Project-URL") is None
+    assert metadata_of(wheel)["License-Expression"] == "Apache-2.0"
     url = "https://host.invalid/owner/name"
     sources = copy_sources(tmp_path / "sources")
     metadata = metadata_of(build("wheel", sources, PROJECT_URL=url))
