@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from hooktrain.checkpoint.files import CorruptCheckpointError, storable, write_file
 from hooktrain.checkpoint.loading import load_model_state, read_on_all_ranks
@@ -25,7 +24,7 @@ from hooktrain.checkpoint.store import RunFiles, Store
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.comm import on_all_ranks, on_main_process
+from hooktrain.utils.comm import Group, on_all_ranks, on_main_process
 from hooktrain.utils.file_io import (
     AnyPath,
     is_disk_full,
@@ -113,7 +112,7 @@ class Checkpointer:
         self._store = Store(store, self.save_dir) if store and self.save_dir else None
         self._worker = BackgroundWorker("checkpoint")
         self._memory: Any = {}  # of the copy that the background writes
-        self._group: ProcessGroup | None = None  # of the background's threads
+        self._group: Group = None  # of the background's threads
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
         """Save and load one more object.

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -46,7 +45,7 @@ from hooktrain.checkpoint.files import (
     write_file,
 )
 from hooktrain.utils import comm
-from hooktrain.utils.comm import on_all_ranks, on_main_process
+from hooktrain.utils.comm import Group, on_all_ranks, on_main_process
 from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 from hooktrain.utils.names import Keys, State, dotted
 from hooktrain.utils.tensors import (
@@ -84,9 +83,7 @@ numbers begin in the file.
 """
 
 
-def save_folder(
-    state: State, folder: AnyPath, group: ProcessGroup | None = None
-) -> None:
+def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
     """Write a state to a folder that is there as a whole, or not at all. Collective.
 
     A sharded checkpoint of that name is replaced.
@@ -305,7 +302,7 @@ def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _gather(data: Any, group: ProcessGroup | None) -> list[Any]:
+def _gather(data: Any, group: Group) -> list[Any]:
     """Every rank's object, on the main process only. Collective."""
     size = comm.get_world_size()
     if size == 1:

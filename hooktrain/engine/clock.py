@@ -2,9 +2,11 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+
+from hooktrain.utils.names import State
 
 
 class Clock:
@@ -60,11 +62,11 @@ class Clock:
         yield
         self.pauses[name] += self.read() - start
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> State:
         """The seconds: by pause, in the steps, and those that the last periods went by."""
         return {**self.pauses, "step": self.own, "now": self.now}
 
-    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load what :meth:`state_dict` returned."""
         self.pauses = defaultdict(float, state_dict)
         self.own = self.pauses.pop("step", 0.0)

@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,6 +22,9 @@ from hooktrain.utils import timer
 from hooktrain.utils.background import BackgroundWorker
 
 T = TypeVar("T")
+
+# The ranks that take part in a collective; None is all ranks.
+Group: TypeAlias = ProcessGroup | None
 
 _BEAT_SECONDS = 1.0
 
@@ -120,7 +123,7 @@ def synchronize() -> None:
     any_rank(False)
 
 
-def all_gather(data: T, group: ProcessGroup | None = None) -> list[T]:
+def all_gather(data: T, group: Group = None) -> list[T]:
     """Gather the picklable objects of all ranks on every rank. Collective.
 
     Args:
@@ -209,9 +212,7 @@ def object_group(timeout: Any = None) -> ProcessGroup:
     return _object_groups[world]
 
 
-def on_all_ranks(
-    function: Callable[[], T], group: ProcessGroup | None = None
-) -> list[T]:
+def on_all_ranks(function: Callable[[], T], group: Group = None) -> list[T]:
     """Call a function on every rank. If it fails on any rank, all ranks raise. Collective.
 
     Args:
@@ -239,7 +240,7 @@ def on_all_ranks(
     return [outcome for outcome, _ in everywhere]
 
 
-def on_main_process(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+def on_main_process(function: Callable[[], T], group: Group = None) -> T:
     """Call a function on the main process only; see :func:`on_all_ranks`. Collective.
 
     Returns:

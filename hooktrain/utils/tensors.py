@@ -219,8 +219,6 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
             found[dotted(path)] = numbers
 
     map_leaves(keep, tensors)
-    if not found:
-        return set()
     # The maximum norm is taken, since a sum of squares may overflow.
     largest = nn.utils.get_total_norm(found.values(), math.inf)
     if largest.isfinite():  # host-device synchronisation
