@@ -169,6 +169,6 @@ class HistoryBuffer:
         self.shown.clear()
         entries = zip(values, iterations, strict=True)
         self._data = deque(entries, self._data.maxlen)
-        self.written = dict(state_dict["written"])
-        for name in _SAVED:
-            setattr(self, name, state_dict[name])
+        self.written = dict(state_dict.get("written", {}))
+        for name in _SAVED:  # earlier revisions lack some of them
+            setattr(self, name, state_dict.get(name, getattr(self, name)))

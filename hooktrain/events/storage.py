@@ -27,6 +27,9 @@ _COLUMNS = ("iteration", "mean_loss")
 # A result with one of these names gets another one, whether the training has the metric yet or not.
 _RESERVED = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
 
+# In the earliest checkpoints all other metrics that are not smoothed are results of evaluations.
+_NOT_SMOOTHED = ("lr", "eta_seconds", "skipped_updates")
+
 logger = logging.getLogger(__name__)
 
 # The storages that this thread or task has entered, the innermost last.
@@ -327,9 +330,23 @@ class EventStorage:
         for name, state in state_dict["metrics"].items():
             self._histories[name] = HistoryBuffer()
             self._histories[name].load_state_dict(state)
+        if "written_counts" in state_dict:
+            self._complete(state_dict["written_counts"])
         self.iter = state_dict["iteration"]
         self.file_sizes = dict(state_dict["file_sizes"])
         self.info = dict(state_dict["info"])
+
+    def _complete(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        """Add what the histories of the earliest checkpoints lack.
+
+        Args:
+            counts: by writer and metric, how many values were written.
+        """
+        for name, history in self._histories.items():
+            if not history.smoothing_hint and not name.endswith(_NOT_SMOOTHED):
+                history.result = name
+            for writer, written in counts.items():
+                history.written[writer] = written.get(name, 0)
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
         """The value as a float; of a tensor on a device, a copy of it."""

@@ -329,6 +329,30 @@ def test_a_loaded_storage_gives_the_same_answers(
     assert loaded.history("loss").global_avg() == storage.history("loss").global_avg()
 
 
+def test_a_state_of_an_earlier_revision_has_the_counts_of_writers_and_both_kinds_in_one_dict(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.json"
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.put_scalar("acc", 5.0, smoothing_hint=False)
+        storage.put_scalar("eta_seconds", 9.0, smoothing_hint=False)
+        JSONWriter(path).write()
+        state = storage.state_dict()
+    for history in state["metrics"].values():
+        del history["written"], history["result"], history["reproducible"]
+    counts = {"loss": 1, "acc": 1, "eta_seconds": 1}
+    state["written_counts"] = {"metrics.json": counts}
+    with EventStorage() as loaded:
+        loaded.load_state_dict(state)
+        loaded.iter = 1
+        loaded.put_results({"acc": 6.0}, 1)
+        JSONWriter(path).write()
+    rows = load_json_metrics(path)
+    assert [(row["iteration"], row["acc"]) for row in rows] == [(0, 5.0), (1, 6.0)]
+    assert list(loaded.results()) == ["acc"]
+
+
 def test_a_result_that_is_named_like_a_column_of_the_files_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
