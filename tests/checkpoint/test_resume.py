@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import time
 from collections import OrderedDict
 from itertools import repeat
 from pathlib import Path
@@ -18,11 +19,14 @@ from hooktrain.checkpoint.resume import (
     archive_folder,
     checkpoint_names,
     files_to_delete,
+    names_to_resume,
+    put_aside,
 )
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.solver import LinearParamScheduler
 from hooktrain.utils.file_io import lock_folder
+from processes import LIMIT_SECONDS, end, start, wait_until
 
 
 def save(folder: Path, name: str, iteration: int, sharded: bool = False) -> Path:
@@ -205,6 +209,36 @@ def test_what_somebody_else_has_put_there_is_left_out(
     assert resumed(tmp_path) == (None if is_alone else 9)
     assert name in caplog.text or not is_alone
     assert resumed(save(tmp_path, "model_0000019", 19).parent) == 19
+
+
+def test_a_folder_with_the_name_of_a_file_is_left_out(tmp_path: Path) -> None:
+    save(tmp_path, "model_0000009", 9)
+    for name in ("model_0000019.pth", "model_0000029"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "last_checkpoint").write_text("model_0000019.pth")
+    assert names_to_resume(tmp_path) == ["model_0000009.pth"]
+    assert resumed(tmp_path) == 9
+
+
+def hold(folder: Path) -> None:
+    lock_folder(folder)
+    (folder / "held").touch()
+    time.sleep(LIMIT_SECONDS)
+
+
+def test_the_best_model_of_a_run_that_still_trains_is_not_put_aside(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, "model_best", 9)
+    other = start(hold, tmp_path)
+    try:
+        wait_until((tmp_path / "held").exists)
+        with pytest.raises(RuntimeError, match=f"process {other.pid} "):
+            put_aside(tmp_path, ["model_best.pth"])
+        assert (tmp_path / "model_best.pth").exists()
+    finally:
+        other.kill()
+        end(other)
 
 
 @pytest.mark.parametrize("iteration", [torch.tensor(9), "9", None])

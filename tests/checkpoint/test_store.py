@@ -441,6 +441,20 @@ def test_the_store_keeps_two_checkpoints_and_what_others_have_put_there(
     ]
 
 
+def test_a_best_model_that_a_better_one_of_its_size_replaces_goes_there_again(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    best = tmp_path / "a" / "model_best.pth"
+    first.run_files = lambda: [best]
+    for iteration in (9, 19):
+        nn.init.constant_(first.model.weight, iteration)
+        first.save("model_best", tag=False, iteration=iteration)
+        save(first, iteration)
+    assert resumed(tmp_path / "b", memory) == 19
+    assert (tmp_path / "b" / "model_best.pth").read_bytes() == best.read_bytes()
+
+
 def test_later_checkpoints_of_a_past_that_a_run_left_are_replaced(
     memory: str, tmp_path: Path
 ) -> None:
