@@ -46,6 +46,9 @@ class _TerminalHandler(_Handler):
     def format(self, record: logging.LogRecord) -> str:
         """Begin a line with the level, from WARNING on."""
         line = super().format(record)
+        # What the terminal cannot show is escaped, such as an umlaut in the locale C.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        line = line.encode(encoding, "backslashreplace").decode(encoding)
         if record.levelno < logging.WARNING:
             return line
         return f"{record.levelname} {line}"

@@ -134,6 +134,26 @@ def test_lines_go_to_what_stdout_is_at_the_time(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", r"Gr\xf6\xdfe"), ("utf-8", "Größe")]
+)
+def test_what_the_terminal_cannot_show_is_escaped(
+    encoding: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = io.BytesIO()
+    terminal = io.TextIOWrapper(written, encoding=encoding, write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    setup_logger(tmp_path, name=NAME, color=False).warning("%s: 1", "Größe")
+    line = written.getvalue().decode(encoding)
+    assert re.fullmatch(rf"WARNING {TIME} {re.escape(shown)}: 1\n", line)
+    assert (tmp_path / "log.txt").read_text("utf-8").endswith(": Größe: 1\n")
+    assert capsys.readouterr().err == ""  # no traceback of logging
+
+
 LOGS_500_LINES = """
 import os, resource, sys
 from hooktrain.utils.logger import setup_logger
