@@ -61,7 +61,7 @@ def shard_model(
             replicate over the first: then all replicas get the values of the first one.
             None takes all ranks, on the accelerator, or on the CPU if there is none.
         values: for a model on the meta device, on the first rank the values of all
-            parameters and buffers, of :func:`take_values`; on the others anything. A rank
+            parameters and buffers by name; on the others anything. A rank
             gets memory for its shards, and for one whole tensor at a time.
 
     Returns:
@@ -102,7 +102,7 @@ def shard_model(
     if values is not None:
         _fill(model, values, offload)
     elif mesh is not None and mesh.ndim > 1:
-        for _, tensor in _named_tensors(model):  # replicas may have begun apart
+        for _, tensor in named_tensors(model):  # replicas may have begun apart
             local = local_tensor(tensor.detach())
             dist.broadcast(local, group=mesh.get_group(0), group_src=0)
     return model
@@ -166,27 +166,9 @@ def _selects(rule: WrapRule, name: str, module: nn.Module) -> bool:
     return any(kind in rule or kind.__name__ in rule for kind in kinds)
 
 
-def on_meta(model: nn.Module) -> bool:
-    """Whether a parameter or buffer of a model is on the meta device."""
-    return any(tensor.is_meta for _, tensor in _named_tensors(model))
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a model with their names."""
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def take_values(model: nn.Module) -> Tensors:
-    """The parameters and buffers by name. The model itself moves to the meta device."""
-    values = {}
-    for name, tensor in _named_tensors(model):
-        values[name] = tensor.detach()
-        bare = torch.empty_like(tensor, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            bare = nn.Parameter(bare, tensor.requires_grad)
-        torch.utils.swap_tensors(
-            tensor, bare
-        )  # model.to() would make two of a shared one
-    return values
 
 
 @torch.no_grad()
@@ -194,7 +176,7 @@ def _fill(model: nn.Module, values: Tensors, offload: bool) -> None:
     """Give memory and the first rank's values to a sharded model. A collective."""
     device = compute_device(model).type
     model.to_empty(device="cpu" if offload else device)
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if dist.get_rank() == 0:
             whole.copy_(values[name])

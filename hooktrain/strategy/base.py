@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooktrain.config import instantiate
 from hooktrain.model import init_weights_once
-from hooktrain.model.sharding import WrapRule, checkpoint_activations, on_meta
+from hooktrain.model.sharding import WrapRule, checkpoint_activations
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
@@ -192,11 +192,9 @@ class BaseStrategy:
     def init_model_weights(self, model: nn.Module) -> None:
         """Call the model's ``init_weights`` if its ``is_init`` is False.
 
-        Any other model was initialised by its constructor. A model on the meta device
-        has no values to initialise.
+        Any other model was initialised by its constructor.
         """
-        if not on_meta(model):
-            init_weights_once(model)
+        init_weights_once(model)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Move a model to its device, with equal weights on all ranks; a subclass also wraps it.

@@ -15,6 +15,7 @@ from hooktrain.strategy.base import BaseStrategy, ModelSource
 from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
 from hooktrain.utils.names import locate
+from hooktrain.utils.tensors import Tensors
 
 # Ranks of the last dimensions are adjacent, since they communicate in each layer.
 DIMENSIONS = ("replicate", "shard", "tensor")
@@ -42,9 +43,9 @@ class FSDPStrategy(BaseStrategy):
         offload: whether to keep parameters, gradients and the optimizer's state in CPU memory. The
             process group then also needs a backend for the CPU: ``backend="cpu:gloo,cuda:nccl"``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
-        deferred_init: whether only the first rank builds the model of a LazyCall or function, with
-            values, on the CPU. The others build it on the meta device, without values, and get
-            theirs when it is sharded.
+        deferred_init: whether only the first rank builds the model of a LazyCall or function with
+            values, on the CPU. All ranks build it on the meta device, without values, and get
+            their shards of these when it is sharded.
         saves_shards: whether a checkpoint is a folder to which each rank writes its shards, or one
             file as with other strategies. Both can be loaded in either case.
         mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"`` and ``"tensor"``.
@@ -68,6 +69,7 @@ class FSDPStrategy(BaseStrategy):
     """
 
     mesh: DeviceMesh
+    _values: Tensors
 
     def __init__(
         self,
@@ -122,27 +124,32 @@ class FSDPStrategy(BaseStrategy):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")
 
     def build_model(self, model: ModelSource) -> nn.Module:
-        """The model; with ``deferred_init`` it has values on the first rank only."""
+        """The model; with ``deferred_init`` it is on the meta device."""
         if not self.deferred_init:
             return super().build_model(model)
-        if self.rank > 0:
-            with torch.device("meta"):
-                return super().build_model(model)
-        with torch.random.fork_rng(devices=[]):  # since the other ranks draw nothing
-            return super().build_model(model)
+        self._values = {}
+        if self.rank == 0:
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # since the other ranks draw nothing
+                whole = super().build_model(model)
+                self.init_model_weights(whole)
+            self._values = dict(sharding.named_tensors(whole))
+        with torch.device("meta"):
+            bare: Any = super().build_model(model)
+        bare.is_init = True  # the values are
+        return bare  # type: ignore[no-any-return]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place."""
         if sharding.is_unit(model):
             return model
         model = self.convert_model(model)
-        values = None
-        if self.deferred_init:
-            values = sharding.take_values(model)
-        else:
+        if not self.deferred_init:
             model = self.place_model(model)
         if self.parallelize is not None:
             model = self.parallelize(model, self.mesh) or model
         names = self.mesh.mesh_dim_names or ()
         data = self.mesh[names[: names.index("shard") + 1]]
+        values = vars(self).pop("_values", None)  # the memory is free afterwards
         return sharding.shard_model(model, mesh=data, values=values, **self.sharding)

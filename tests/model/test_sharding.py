@@ -19,9 +19,9 @@ from gloo import run_ranks
 from hooktrain.demos.text import Block
 from hooktrain.model.sharding import (
     checkpoint_activations,
+    named_tensors,
     select_modules,
     shard_model,
-    take_values,
 )
 from hooktrain.utils.tensors import full_tensor, local_tensor
 from sharding_toys import (
@@ -230,9 +230,9 @@ def deferred(
         names = ("replicate", "shard")
         options = {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=names)}
     torch.manual_seed(3)
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+    values = dict(named_tensors(build())) if dist.get_rank() == 0 else {}
+    with torch.device("meta"):
         model = build()
-    values = take_values(model)
     return shard_model(model, wrap=wrap, values=values, **options)
 
 
@@ -288,9 +288,14 @@ class Memory(TorchDispatchMode):
 
 def _memory_of_deferred() -> float:
     """The most that was allocated at a time, in matrices of the model."""
-    layers = [nn.Linear(64, 64, bias=False) for _ in range(MATRICES)]
-    model = nn.Sequential(*layers)
-    values = take_values(model)
+
+    def build() -> nn.Module:
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(MATRICES)]
+        return nn.Sequential(*layers)
+
+    values = dict(named_tensors(build()))
+    with torch.device("meta"):
+        model = build()
     with Memory() as memory:
         shard_model(model, values=values)
     return memory.most / (4 * 64 * 64)

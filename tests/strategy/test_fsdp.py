@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from gloo import run_ranks
 from hooktrain.demos.text import Block
+from hooktrain.engine import SimpleTrainer
 from hooktrain.strategy import DDPStrategy, FSDPStrategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensor, local_tensor
@@ -52,6 +53,23 @@ class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor = self.fc(x)
         return product.square().mean()
+
+
+class OwnWeights(Mean):
+    """Initialises its weights by a method."""
+
+    is_init = False
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.fc.weight)
+
+
+def _initialised_once() -> bool:
+    strategy = make_strategy(FSDPStrategy, deferred_init=True, wrap=())
+    model = strategy.prepare(OwnWeights)
+    before = full_tensor(model.get_parameter("fc.weight")).clone()
+    SimpleTrainer(model, [], torch.optim.SGD(model.parameters(), lr=0.1))
+    return torch.equal(full_tensor(model.get_parameter("fc.weight")), before)
 
 
 def _parts() -> list[tuple[int, int]]:
@@ -111,6 +129,7 @@ def _on_two_ranks() -> dict[str, Any]:
         "compiled": _losses(compile={"backend": "eager"}),
         "blocks": _compiled_blocks(),
         **dict(zip(("deferred", "drawn"), _deferred(), strict=True)),
+        "initialised once": _initialised_once(),
         "parts": _parts(),
         "replicated": _replicated(),
         "own": _own(),
@@ -144,6 +163,12 @@ def test_a_deferred_model_has_the_weights_of_one_process(
     assert torch.equal(two[0]["deferred"], make_model().head.weight)
     # Building it leaves all ranks with the same random numbers.
     assert torch.equal(two[0]["drawn"], two[1]["drawn"])
+
+
+def test_a_deferred_model_is_initialised_on_the_first_rank_only(
+    two: list[dict[str, Any]],
+) -> None:
+    assert [rank["initialised once"] for rank in two] == [True, True]
 
 
 def test_ranks_that_divide_a_model_read_one_part_of_the_data(

@@ -25,7 +25,6 @@ from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS, STRATEGIE
 from hooktrain.config import instantiate
 from hooktrain.engine.hooks.lr_scheduler import check_schedulers
 from hooktrain.engine.preflight import check_parts
-from hooktrain.model.sharding import on_meta
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.build import Wrappers
@@ -265,7 +264,7 @@ class BaseStrategy(strategy.BaseStrategy):
         ``init_weights_for_test_or_val=False`` in ``dispatch_kwargs`` leaves it out. A model
         on the meta device has no values to initialise.
         """
-        if not on_meta(model):
+        if not any(parameter.is_meta for parameter in model.parameters()):
             self._init_model_weights(model)
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:
