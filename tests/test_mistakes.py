@@ -576,7 +576,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: SkipNonFinite(-1), ValueError, "-1"),
     # Checkpoints
     (lambda: train(Stateless(), saving), TypeError, "Stateless.state_dict"),
-    (lambda: Checkpointer(Net()).load(ROOT), IsADirectoryError, "README"),
+    (lambda: Checkpointer(Net()).load(ROOT), IsADirectoryError, str(ROOT)),
     (lambda: default_writers(""), ValueError, "output_dir"),
     (nothing_saved, TypeError, "mine.state_dict"),
     (one_name, TypeError, r"\['trainer'\]"),

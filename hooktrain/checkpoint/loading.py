@@ -47,10 +47,6 @@ def open_checkpoint(path: str) -> CheckpointFile:
         from hooktrain.checkpoint.folders import CheckpointFolder
 
         return CheckpointFolder(path)
-    if os.path.isdir(path):
-        raise IsADirectoryError(
-            f"{path!r} is not a checkpoint: give one of {os.listdir(path)}"
-        )
     found = os.stat(path)
     with open(path, "rb") as file:
         file.seek(max(0, found.st_size - _ENDING_BYTES))
