@@ -305,8 +305,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait as :meth:`wait` does, at the end of a run, and until all of it is in the store.
 
-        What processes that were still ending when the run began have left is removed. The folder
-        is free for another run then.
+        Temporary files of processes that were still ending when the run began are removed. The
+        folder is free for another run then.
 
         Raises:
             StoreTakenError: if another process goes on with the run in the store.

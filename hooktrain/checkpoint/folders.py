@@ -353,7 +353,7 @@ def _is_to_be_written(name: str, tensor: Tensor) -> bool:
 
 
 class _Container(io.BytesIO):
-    """Takes what torch.save writes before and behind the numbers, which it skips."""
+    """Keeps what torch.save writes before and after the numbers, which it skips."""
 
     position = 0
 
@@ -364,7 +364,7 @@ class _Container(io.BytesIO):
 
 @cache
 def _container(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What torch.save writes before and behind the numbers of a contiguous tensor.
+    """What torch.save writes before and after the numbers of a contiguous tensor.
 
     With zeros at the end, so that the next container, and with it the numbers, are aligned.
     """

@@ -55,7 +55,7 @@ RunFiles = Callable[[], Iterable[AnyPath]]
 such as metrics. Those that are missing or not in the output folder are left out."""
 
 _BEAT_SECONDS = 1.0
-# So many beats the main process waits for the shards of other ranks when its own are there.
+# How many beats the main process waits for the shards of other ranks, once its own are there.
 _PATIENCE = 60
 _KEY = re.compile(r"\d{18,}-\d+-[^/]+")
 _POINTER = re.compile(r"pointer-\d{8}-.+\.json")
@@ -179,7 +179,7 @@ class Store:
             )
 
     def _fetch(self, saved: Entry, others: list[Entry]) -> None:
-        """Bring a checkpoint into the folder, and before it what is intact of the files beside."""
+        """Fetch a checkpoint into the folder, and before it those files beside that are intact."""
         logger.info("Fetching %s from %s", saved["name"], self.address)
         for each in others:
             try:
@@ -197,7 +197,7 @@ class Store:
         on_main_process(tag)
 
     def fetch(self, entry: Entry) -> None:
-        """Bring a file, or a folder of shards, and verify it. Collective."""
+        """Fetch a file, or a folder of shards, and verify it. Collective."""
         from hooktrain.checkpoint.folders import CheckpointFolder
 
         target = self._folder / entry["name"]
@@ -327,10 +327,10 @@ class Store:
         """The part of the files that this rank puts or fetches."""
         return dict(sorted(files.items())[self._rank :: self._ranks])
 
-    # What is asked of a store.
+    # Requests to the store.
 
     def _list(self) -> None:
-        """Look what is there, if this process may still write there."""
+        """List the store. Refuse if another process has taken the run over."""
         self._system.invalidate_cache()
         try:
             found = self._system.ls("", detail=True)
@@ -353,7 +353,7 @@ class Store:
         return max(filter(_POINTER.fullmatch, self._there), default="")
 
     def _missing(self, files: Files) -> Files:
-        """Those of the files that are not there, or cut."""
+        """The files that the store lacks, or has only in part."""
         return {
             path: key
             for path, key in files.items()
@@ -361,13 +361,13 @@ class Store:
         }
 
     def _put(self, files: Files) -> None:
-        """Put files there, unless they are there."""
+        """Put files into the store, but for those that are there."""
         for path, key in self._missing(files).items():
             self._system.put_file(str(self._folder / path), key)
             self._there[key] = math.inf
 
     def look(self) -> list[Entry]:
-        """Look what is there, and what the newest intact pointer names."""
+        """List the store; return the entries of its newest intact pointer."""
         self._list()
         try:
             return self._read()
@@ -376,7 +376,7 @@ class Store:
             return self._read()
 
     def _read(self) -> list[Entry]:
-        """What the newest intact pointer names: beside, and the checkpoints, the newest last."""
+        """The entries of the newest intact pointer: files beside, then checkpoints, the newest last."""
         pointers = sorted(filter(_POINTER.fullmatch, self._there))
         while pointers:
             pointer = pointers.pop()

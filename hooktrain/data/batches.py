@@ -232,7 +232,7 @@ def warn_of_equal_batches(batches: Batches) -> None:
 
 
 def _checksum(batch: Any) -> int:
-    """A number for the tensors of a batch; 0 if it has none that is dense."""
+    """A checksum of the dense tensors of a batch; 0 if it has none."""
     numbers: list[int] = []
 
     def add(_: Any, leaf: Any) -> Any:

@@ -75,7 +75,7 @@ def _naming_the_dead(batches: Iterator[Any]) -> Iterator[Any]:
 
 @cache  # once in each process, since children inherit neither
 def _kill_at_exit(process: int) -> None:
-    """Kill what is left of the workers, before multiprocessing waits for them without a limit."""
+    """Kill the remaining workers, before multiprocessing waits for them without a limit."""
     Finalize(None, _kill_workers, exitpriority=0)
 
 
