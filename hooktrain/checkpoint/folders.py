@@ -91,7 +91,7 @@ def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets. Each rank writes
             its shards of DTensors; the main process writes everything else.
-        folder: the path of the folder.
+        folder: the path of the folder, whose parent exists.
         group: of all ranks. A thread needs one of its own.
 
     Raises:
@@ -111,7 +111,6 @@ def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
                 raise FileExistsError(
                     f"{target} is no sharded checkpoint: it is not replaced"
                 )
-            target.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(replacing(target))
             temporary.mkdir()
             return temporary

@@ -376,7 +376,7 @@ class Store:
             return self._read()
 
     def _read(self) -> list[Entry]:
-        """The entries of the newest intact pointer: files beside, then checkpoints, the newest last."""
+        """The entries of the newest intact pointer: files beside, then checkpoints by age."""
         pointers = sorted(filter(_POINTER.fullmatch, self._there))
         while pointers:
             pointer = pointers.pop()

@@ -120,7 +120,7 @@ def _is_of_live_process(number: str, host: str) -> bool:
         return False
     try:
         os.kill(int(number), 0)
-        # A killed process is a zombie until its parent waits for it, which some containers never do.
+        # A killed process is a zombie until its parent waits for it; some containers never do.
         return "Z (zombie)" not in Path(f"/proc/{number}/status").read_text()
     except (ProcessLookupError, OverflowError):
         return False
