@@ -84,8 +84,8 @@ def log_units(trainer: Any) -> None:
     size = getattr(loader, "total_batch_size", of_rank * comm.data_parallel_size())
     if size and trainer.epoch_length:
         logger.info(
-            "An iteration is one update, on %d samples of all ranks (accumulated batches: %d); an "
-            "epoch is %d iterations",
+            "An iteration takes %d samples of all ranks (batches on each: %d); an epoch is %d "
+            "iterations",
             trainer.batches_per_step * size,
             trainer.batches_per_step,
             trainer.epoch_length,

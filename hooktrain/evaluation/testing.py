@@ -3,9 +3,11 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 # What an evaluation returns: metrics by name, or by task and name.
 Results = Mapping[str, Any]
@@ -86,7 +88,7 @@ def flatten_results_dict(results: Results) -> dict[str, Any]:
 
 
 def as_numbers(results: Results) -> dict[str, float]:
-    """The results that are numbers, in a flat dictionary. A warning names the others.
+    """The results that are numbers, in a flat dictionary. A warning names the others once.
 
     Raises:
         TypeError: if the results are not a dictionary.
@@ -103,9 +105,8 @@ def as_numbers(results: Results) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):  # the last is a tensor's
             left_out.append(name)
     if left_out:
-        logger.warning(
-            "Results that are not a number are left out: %s. Of several numbers return the mean, "
-            "or each under a name (torchmetrics' ClasswiseWrapper)",
-            left_out,
+        _warn_once(
+            f"Results that are not a number are left out: {left_out}. Of several numbers return "
+            "the mean, or each under a name (torchmetrics' ClasswiseWrapper)"
         )
     return numbers

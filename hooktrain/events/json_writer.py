@@ -31,7 +31,7 @@ OF_THE_MACHINE = re.compile(
 )
 
 _CUT = "Rows of %s after the checkpoint, which this run computes again and compares: %d"
-_LOST = "METRICS ARE LOST: %s has %d of %d bytes"
+_LOST = "METRICS ARE LOST, if the checkpoint is of a run in this folder: %s has %d of %d bytes"
 _EXACT = "Resumed exactly: %d rows computed again are equal"
 _NOT_EXACT = (
     "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is expected "

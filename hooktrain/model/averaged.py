@@ -162,7 +162,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
     Args:
         model: see :class:`BaseAveragedModel`.
         momentum: the weight of the present values, in (0, 1]; 1 keeps a plain copy. Others give
-            the decay, ``1 - momentum``, so a warning says so where this is above 0.5.
+            the decay, ``1 - momentum``, so a warning says so for 0.9 and more.
         interval: see :class:`BaseAveragedModel`.
         device: see :class:`BaseAveragedModel`.
         warmup: whether to use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets
@@ -184,7 +184,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
         super().__init__(model, interval, device)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum, or 1 - decay, must be in (0, 1]: {momentum!r}")
-        if 0.5 < momentum < 1:
+        if 0.9 <= momentum < 1:
             logger.warning(
                 "momentum=%g, which is 1 - decay, is the weight of the present values, and forgets "
                 "fast. Is it the other way round: momentum=%g, decay=%g?",

@@ -350,7 +350,9 @@ def test_what_a_file_has_lost_is_left_out_and_named(
     complete = before[: left or 0].splitlines(keepends=True)[:-1]
     error = caplog.records[-1]
     assert error.levelname == "ERROR"
-    assert error.message.startswith("METRICS ARE LOST")
+    assert error.message.startswith(
+        "METRICS ARE LOST, if the checkpoint is of a run in"
+    )
     kept = len(before[: left or 0])
     assert error.message.endswith(
         f"has {kept} of {state['file_sizes'][path.name]} bytes"

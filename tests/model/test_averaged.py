@@ -245,11 +245,12 @@ def test_a_momentum_outside_of_its_range_is_refused(momentum: float) -> None:
 def test_a_momentum_that_is_a_decay_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for fine in (0.5, 1.0):
+    for fine in (0.5, 0.6, 1.0):
         ExponentialMovingAverage(nn.Linear(1, 1), fine)
     assert not caplog.messages
+    ExponentialMovingAverage(nn.Linear(1, 1), 0.9)
     ExponentialMovingAverage(nn.Linear(1, 1), 0.99)
-    (message,) = caplog.messages
+    _, message = caplog.messages
     assert "momentum=0.99" in message
     assert "momentum=0.01, decay=0.99" in message
 

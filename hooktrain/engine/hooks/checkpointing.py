@@ -72,6 +72,7 @@ class PeriodicCheckpointer(HookBase):
         self.checkpointer = checkpointer
         self.period = Period(period)
         self.max_iter: int | None = None
+        self._is_untried = True  # whether no state after an update was checked
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each writes its shards
@@ -101,8 +102,9 @@ class PeriodicCheckpointer(HookBase):
         publish(self.checkpointer.save_dir, "config.json")
 
     def after_step(self) -> None:
-        """Call :meth:`step`; see after the first iteration whether all states can be saved."""
-        if self.trainer.iter == self.trainer.start_iter:
+        """Call :meth:`step`; see after the first update whether all states can be saved."""
+        if self._is_untried and self.trainer.can_save:
+            self._is_untried = False
             # An optimizer has a state now. Host-device synchronisation.
             self.checkpointer.check_states()
         self.step(self.trainer.iter)
@@ -153,8 +155,9 @@ class PeriodicCheckpointer(HookBase):
         if self.on_every_rank:
             self.trainer.prepare_save()
         if self._is_last(iteration):
-            final = f"{self.file_prefix}_final"
-            self.checkpointer.save(final, iteration=iteration, **extra)
+            self.checkpointer.save(
+                f"{self.file_prefix}_final", iteration=iteration, **extra
+            )
             self.checkpointer.wait()
             return
         self.save_numbered(iteration, on_full=self._log_disk_full, **extra)

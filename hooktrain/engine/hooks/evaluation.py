@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
@@ -234,23 +235,26 @@ def find_result(
 ) -> float | None:
     """The metric that a hook waits for; None if only another evaluation gives it.
 
-    If every ``EvalHook`` has had results, and none of them was the metric, only a hook of the user
-    can give it, which a warning says. If there is none, the run ends with an error, after the other
-    hooks have seen the iteration.
+    If every ``EvalHook`` has had results, and none of them was the metric, the log says so, since a
+    later evaluation may give it, or a hook of the user. If there is no such hook, a name that is
+    similar to that of a result is misspelt: an error ends the run after the other hooks have seen
+    the iteration.
     """
     hooks = hook.trainer.hooks
     if metric in results or metric in hook.trainer.storage.results():
         return results.get(metric)
-    evaluations = [each for each in hooks if isinstance(each, EvalHook)]
-    if evaluations and all(each._last().get("results") for each in evaluations):
+    given = [e._last().get("results") for e in hooks if isinstance(e, EvalHook)]
+    if given and all(given):
         problem = (
-            f"no EvalHook gives {metric!r}{did_you_mean(metric, results)}, and no hook of yours "
-            "has given it to trainer.after_evaluation so far"
+            f"no EvalHook has given {metric!r} so far{did_you_mean(metric, results)} (if only "
+            "some evaluations give it, let the first one give math.nan)"
         )
-        if not any(map(_is_of_user, hooks)):
+        similar = [each for each in results if each in metric or metric in each]
+        similar += get_close_matches(metric, results, cutoff=0.8)
+        if similar and not any(map(_is_of_user, hooks)):
             hook.trainer.raise_later(ValueError(problem))
         else:
-            evaluations[0]._warn_once(problem)
+            logger.info(problem)
     return None
 
 
@@ -287,7 +291,8 @@ class BestCheckpointer(HookBase):
         TypeError: if ``checkpointer`` is something else.
         ValueError: for another mode, or an impossible ``file_prefix``; when a run begins, if
             ``ema`` is not registered, or is not given for a metric ``"ema/..."`` of a registered
-            average; in a run, if no evaluation gives the metric. What was trained is saved first.
+            average; in a run, if the first results have a similar name in place of the metric's.
+            What was trained is saved first.
     """
 
     phase = "save"
@@ -477,8 +482,8 @@ class EarlyStopping(HookBase):
         min_delta: an improvement must be larger than this.
 
     Raises:
-        ValueError: for another mode, or a patience below 1; in a run, if no evaluation gives the
-            metric.
+        ValueError: for another mode, or a patience below 1; in a run, if the first results have a
+            similar name in place of the metric's.
     """
 
     def __init__(

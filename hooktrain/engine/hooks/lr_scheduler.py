@@ -56,7 +56,8 @@ class LRScheduler(HookBase):
         TypeError: when training starts, for an object that is not a schedule.
         ValueError: when training starts, if a schedule is of another optimizer, is given twice,
             lacks its metric, or counts epochs and the trainer has no ``epoch_length``; when a state
-            of other schedulers is loaded; in a run, if no evaluation gives the metric.
+            of other schedulers is loaded; in a run, if the first results have a similar name in
+            place of the metric's.
 
     Attributes:
         scheduler: the schedule as it was given.
@@ -144,9 +145,11 @@ class LRScheduler(HookBase):
             if not self._loaded:
                 _warn_of_new_rates(optimizer)
             # Made again in each run: it covers the whole length, which may have changed.
-            length = max(1, self.trainer.max_iter)
             multiplier = LRMultiplier(
-                optimizer, scheduler, length, self.trainer.iter - 1
+                optimizer,
+                scheduler,
+                max(1, self.trainer.max_iter),
+                self.trainer.iter - 1,
             )
             _log_rates(scheduler, optimizer)
             scheduler = multiplier
@@ -159,8 +162,9 @@ class LRScheduler(HookBase):
             check_mode(scheduler.mode, self._metric)
             self._watched.append((self._metric, scheduler.step))
         else:
-            is_multiplier = isinstance(scheduler, LRMultiplier)
-            period = self.step_every(scheduler, self._by_epoch and not is_multiplier)
+            period = self.step_every(
+                scheduler, self._by_epoch and not isinstance(scheduler, LRMultiplier)
+            )
             steps = (self.trainer.max_iter - self.trainer.start_iter) // period
             if getattr(scheduler, "total_steps", steps) < steps:
                 raise ValueError(
@@ -284,11 +288,12 @@ class LRScheduler(HookBase):
         """The schedulers' states, by the names of their optimizers."""
         if self._loaded or not self._schedulers:
             return dict(self._loaded)
-        states = {
-            name: [scheduler.state_dict() for scheduler in schedulers]
-            for name, schedulers in self._schedulers.items()
+        return {
+            "schedulers": {
+                name: [scheduler.state_dict() for scheduler in schedulers]
+                for name, schedulers in self._schedulers.items()
+            }
         }
-        return {"schedulers": states}
 
     def check_state_dict(self, state_dict: State) -> None:
         """Refuse the state of other schedulers."""
@@ -325,24 +330,30 @@ def _log_end(scheduler: Any, steps: int) -> None:
     for name in ("total_steps", "T_max", "total_iters"):
         length = getattr(scheduler, name, 0)
         if length > 1.5 * steps:
-            text = (
-                "The run ends at step %d of %s=%d, so the rate does not come to its end"
+            logger.info(
+                "The run ends at step %d of %s=%d, so the rate does not come to its end",
+                steps,
+                name,
+                length,
             )
-            logger.info(text, steps, name, length)
     if isinstance(scheduler, LambdaLR):
-        rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](steps)
-        logger.info("lr ends at %g", rate)
+        logger.info(
+            "lr ends at %g", scheduler.base_lrs[0] * scheduler.lr_lambdas[0](steps)
+        )
 
 
 def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
     """Log where the rate goes; warn of a schedule of rates, where one of multipliers belongs."""
-    group = optimizer.param_groups[0]
-    rate = group["initial_lr"]
+    rate = max(group["initial_lr"] for group in optimizer.param_groups)
     multipliers = [schedule(step / 20) for step in range(21)]
     # Host-device synchronisation, where rates are tensors: once a run.
     highest = max(multipliers)
-    told = "lr goes from %g to %g; the schedule's highest is about %.2g"
-    logger.info(told, group["lr"], rate * multipliers[-1], rate * highest)
+    logger.info(
+        "lr goes from %g to %g; the schedule's highest is about %.2g",
+        max(rates_of(optimizer)),
+        rate * multipliers[-1],
+        rate * highest,
+    )
     if multipliers[-1] > 1.001 * multipliers[-2]:
         logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
     if rate < 1 and not 0.5 <= highest < 1.01:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hooktrain.checkpoint import Checkpointer
-from hooktrain.engine import HookBase, SimpleTrainer
+from hooktrain.engine import HookBase, SimpleTrainer, StepTrainer
 from hooktrain.engine.hooks import (
     EMA,
     CallbackHook,
@@ -21,6 +21,7 @@ from hooktrain.engine.hooks import (
     EvalHook,
     PeriodicCheckpointer,
 )
+from hooktrain.solver import OptimWrapper
 from hooktrain.utils.file_io import lock_folder, unlock_folder
 from processes import LIMIT_SECONDS, end, start, wait_until
 from toys import LinearLoss, batches, linear_trainer
@@ -316,6 +317,28 @@ def test_a_state_that_cannot_be_saved_ends_the_run_after_its_first_iteration(
     with pytest.raises(TypeError, match=f"cannot save .*{key}.* of type .*deque"):
         trainer.train(start, 1000)
     assert trainer.iter == start
+
+
+class Step(LinearLoss):
+    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Any]:
+        loss = self(data)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Keeps])
+def test_states_are_tried_after_the_first_update_when_no_gradients_are_accumulated(
+    optimizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Step()
+    wrapper = OptimWrapper(optimizer(model.parameters(), lr=0.1), 4)
+    trainer = StepTrainer(model, batches(9), wrapper)
+    saver = Checkpointer(model, tmp_path, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(saver, 8)])
+    with suppress(TypeError) if optimizer is Keeps else nullcontext():
+        trainer.train(max_iter=16)
+    assert trainer.iter == (3 if optimizer is Keeps else 16)
+    assert "accumulated" not in caplog.text
 
 
 def test_a_hook_with_state_is_saved_with_its_iteration_wherever_it_is_registered(

@@ -3,6 +3,7 @@ import errno
 import logging
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_results_become_metrics_with_slashes() -> None:
     assert not trainer.storage.smoothing_hints()["speed"]
 
 
-def test_results_that_are_not_a_number_are_left_out_with_one_line(
+def test_results_that_are_not_a_number_are_left_out_with_one_line_a_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # As torchmetrics' MeanAveragePrecision gives them.
@@ -71,9 +72,9 @@ def test_results_that_are_not_a_number_are_left_out_with_one_line(
         "names": "cat, dog",
         "none": None,
     }
-    trainer = Idle(EvalHook(0, lambda: results))
-    trainer.train(0, 1)
-    assert trainer.storage.latest() == {"map": (0.5, 0)}
+    trainer = Idle(EvalHook(1, lambda: results))
+    trainer.train(0, 2)
+    assert trainer.storage.latest() == {"map": (0.5, 1)}
     assert trainer.hooks[0].last_results is results  # type: ignore[attr-defined]
     (line,) = caplog.messages
     assert "['classes', 'names', 'none']" in line
@@ -967,6 +968,16 @@ def test_the_patience_survives_a_resume() -> None:
     assert third.iter == 4
 
 
+def levels_of(pattern: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The levels of the lines in which a pattern is found."""
+    found = [each for each in caplog.records if re.search(pattern, each.message)]
+    return [each.levelname for each in found]
+
+
+class Own(HookBase):
+    """A hook of the user, which might evaluate."""
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_metric_that_no_evaluation_gives_ends_the_run(is_first: bool) -> None:
     hooks = [EarlyStopping("acc", "max"), EvalHook(2, lambda: {"accuracy": 1.0})]
@@ -1011,9 +1022,43 @@ def test_a_hook_of_the_user_may_give_the_metric_later_than_an_evaluation(
 
     stopping = EarlyStopping("rare", "max", patience=2)
     trainer = Idle(Rare(), EvalHook(1, lambda: {"fast": 1.0}), stopping)
-    trainer.train(0, 20)
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 20)
     assert trainer.iter == 15
-    assert caplog.text.count("no EvalHook gives 'rare'") == 1
+    assert levels_of("'rare'.*'fast'", caplog) == ["INFO"] * 4
+
+
+@pytest.mark.parametrize("of_first", [{"acc": 1.0}, {"fid": math.nan, "fid_5k": 1.0}])
+def test_only_some_evaluations_may_give_the_metric(
+    of_first: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    later = {2: {"fid": 3.0}, 4: {"fid": 2.0}, 6: {"fid": 4.0}, 8: {"fid": 5.0}}
+    stopping = EarlyStopping("fid", "min", patience=2)
+    trainer = Idle(stopping)
+    evaluation = EvalHook(1, lambda: later.get(trainer.done, of_first))
+    trainer.register_hooks([evaluation])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 20)
+    assert "has not improved on 2.0" in (trainer.stop_reason or "")
+    told = levels_of("'fid'.*math.nan", caplog)
+    assert told == ([] if "fid" in of_first else ["INFO"])
+
+
+@pytest.mark.parametrize("given", ["acc", "val/accuracy", "acuracy"])
+def test_a_metric_that_is_probably_misspelt_ends_the_run_unless_a_hook_may_give_it(
+    given: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(*hooks: Any) -> Idle:
+        evaluation = EvalHook(2, lambda: {given: 1.0})
+        return Idle(evaluation, EarlyStopping("accuracy", "max"), *hooks)
+
+    trainer = make()
+    with pytest.raises(ValueError, match=f"'accuracy'.*{given!r}"):
+        trainer.train(0, 9)
+    assert trainer.iter == 1
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        make(Own()).train(0, 9)
+    assert set(levels_of(f"'accuracy'.*{given!r}", caplog)) == {"INFO"}
 
 
 @pytest.mark.parametrize("name", ["fast", "slow"])

@@ -118,6 +118,21 @@ def test_the_log_says_how_many_steps_a_scheduler_takes_and_if_a_cosine_goes_up_a
     assert ("goes up again after T_max=2 steps" in caplog.text) is is_wave
 
 
+def test_the_log_has_the_rates_of_the_group_with_the_highest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LinearLoss()
+    frozen = {"params": [torch.nn.Parameter(torch.ones(9))], "lr": 0.0}
+    trained = {"params": model.parameters(), "lr": 0.5}
+    optimizer = torch.optim.SGD([frozen, trained])
+    trainer = SimpleTrainer(model, batches(2), optimizer)
+    schedule = CosineParamScheduler(1, 0.2)
+    trainer.register_hooks([LRScheduler(scheduler=schedule)])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 2)
+    assert "lr goes from 0.5 to 0.1; the schedule's highest is about 0.5" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("schedule", "by_epoch", "told"),
     [
