@@ -178,6 +178,16 @@ def test_a_bad_download_is_an_error_and_is_not_kept(
     assert Path(local_path(f"{server.url}/{address}")).read_bytes() == GOOD
 
 
+@pytest.mark.parametrize("how", ["page", "cut"])
+def test_of_safetensors_too_a_bad_download_is_not_kept(
+    how: str, server: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    with pytest.raises(CorruptCheckpointError, match="safetensors"):
+        local_path(f"{server.url}/{how}/model.safetensors")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemoryFileSystem:
     """Its files are at ``memory://bucket/run``; downloads go to the temporary folder."""
