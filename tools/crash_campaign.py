@@ -72,6 +72,7 @@ TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 # Faults by their name: how often each is drawn.
 FAULTS = {
     "SIGKILL to all processes": 6,
+    "SIGKILL to all processes, and the disk of one rank was slow": 2,
     "SIGKILL to one rank": 3,
     "SIGKILL at a system call of a save": 6,
     "SIGKILL to the parent of the ranks": 1,

@@ -228,6 +228,8 @@ def run(
     if "system call" in fault:
         error = draw.choice(list(ERRORS.values())) if "fails" in fault else None
         at_call = in_rank = AtCall(draw.randint(1, 60), error, draw.randrange(12))
+    if "disk of one rank was slow" in fault:  # as one of a network may be
+        at_call = in_rank = AtCall(0, rank=draw.randrange(12), seconds=0.03)
     log = Path(f"{folder}.log")
     before = log.stat().st_size if log.exists() else 0
     process = CONTEXT.Process(target=train, args=(str(folder), variant, in_rank))

@@ -114,6 +114,13 @@ def test_a_folder_on_a_file_system_that_cannot_map_is_read(
     assert_equal(CheckpointFolder(tmp_path / "a").read(), state_of(1))
 
 
+def test_two_tensors_of_one_dotted_name_are_refused(tmp_path: Path) -> None:
+    state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
+    with pytest.raises(ValueError, match=r"both named 'a\.b'"):
+        save_folder(state, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
@@ -433,6 +440,21 @@ class OnFirst(torch.Tensor):
 
 class OnSecond(torch.Tensor):
     device = torch.device("cuda", 1)
+
+
+def copy_tensors_of_one_row() -> list[Any]:
+    """Of a tensor of one row, the second rank has an empty shard, which has no address."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name: distribute_tensor(torch.full((1, 3), value), mesh, [Shard(0)])
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    copied, _ = copy_to_host(state, {}, whole=True)
+    return [copied[name].tolist() for name in state]
+
+
+def test_tensors_of_which_a_rank_has_no_part_are_copied_each_by_itself() -> None:
+    assert run_ranks(copy_tensors_of_one_row, 2) == [[[[1.0] * 3], [[2.0] * 3]]] * 2
 
 
 def test_a_copy_waits_once_for_each_device_also_if_that_is_not_the_current_one(
