@@ -58,6 +58,39 @@ def test_a_disk_that_is_full_for_the_log_alone_ends_no_run(tmp_path: Path) -> No
     assert (tmp_path / "full" / "model_final.pth").exists()
 
 
+def start_at(moment: Path, output: Path, command: list[str]) -> None:
+    """Begin a run when a file is there."""
+    (output.parent / f"{output.name}.waits").touch()
+    while not moment.exists():
+        pass  # the sooner, the closer
+    processes._become(command, output, output.parent, dict(os.environ))
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("options", [[], ["--resume"]], ids=["new", "resumed"])
+def test_of_two_jobs_that_begin_at_once_in_one_folder_one_is_refused(
+    options: list[str], is_used: bool, tmp_path: Path
+) -> None:
+    folder, moment = tmp_path / "run", tmp_path / "moment"
+    if is_used:
+        assert run_program(*train(folder, "train.max_iter=2")).returncode == 0
+    outputs = [tmp_path / f"job{i}" for i in range(2)]
+    command = train(folder, *options)
+    jobs = [start(start_at, moment, output, command) for output in outputs]
+    processes.wait_until(lambda: len(list(tmp_path.glob("*.waits"))) == 2)
+    moment.touch()
+    codes = [end(job) for job in jobs]
+    assert sorted(codes) == [0, 1]
+    said = outputs[codes.index(1)].read_text()
+    assert "is in use by another run" in said
+    assert "Traceback" not in said
+    assert len(losses(folder)) == 4
+    if not (options and is_used):  # a schedule depends on the length of a run
+        assert run_program(*train(tmp_path / "whole")).returncode == 0
+        assert losses(folder) == losses(tmp_path / "whole")
+    assert [path for path in folder.iterdir() if ".tmp-" in path.name] == []
+
+
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A folder that other users can enter, which those of pytest are not."""

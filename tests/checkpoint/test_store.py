@@ -4,6 +4,7 @@ import glob
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import struct
@@ -637,6 +638,24 @@ def test_of_two_machines_with_one_run_the_later_one_goes_on(
     assert list(stored(memory))[:2] == ["model_0000009.pth", "model_0000019.pth"]
 
 
+def test_a_machine_whose_clock_is_behind_goes_on_as_well(
+    memory: str, tmp_path: Path
+) -> None:
+    first = machine(tmp_path / "a", memory)
+    offer(Checkpointer(first.model, tmp_path / "a"), 9)
+    os.utime(tmp_path / "a" / "model_0000009.pth", (4e9, 4e9))
+    first.begin_run()
+    first.finish()
+    assert resumed(tmp_path / "b", memory) == 9
+    second = machine(tmp_path / "b", memory)
+    second.begin_run()
+    for iteration in (19, 29):
+        save(second, iteration)
+    names = ["model_0000019.pth", "model_0000029.pth", "pointer-00000002"]
+    assert list(stored(memory)) == names
+    assert resumed(tmp_path / "c", memory) == 29
+
+
 def test_what_a_machine_that_still_trains_replaces_while_it_is_fetched_is_no_loss(
     memory: str,
     tmp_path: Path,
@@ -892,6 +911,49 @@ def test_folders_of_shards_go_there_and_come_back_for_any_number_of_ranks(
     alone = Checkpointer(make_model(), tmp_path / "b", store=store)
     assert alone.resume_or_load("")["iteration"] == 19
     assert torch.equal(alone.model.norm.weight, torch.full((16,), 19.0))
+
+
+def go_on(
+    folder: Path, address: str, iterations: list[int], refused: int
+) -> tuple[int, float]:
+    """Resume and save on these ranks; the store refuses one of the checkpoints.
+
+    Returns:
+        The iteration and the weight of the checkpoint that was resumed, on the main process.
+    """
+    model = make_sharded()
+    checkpointer = Checkpointer(model, folder, sharded=True, store=address)
+    found = checkpointer.resume_or_load("").get("iteration", -1)
+    weight = full_state_dict(model).get("norm.weight", torch.tensor(math.nan)).mean()
+    checkpointer.begin_run(is_new=found < 0)
+    put = LocalFileSystem.put_file
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("denied")
+
+    for iteration in iterations:
+        nn.init.constant_(model.norm.weight, iteration)
+        LocalFileSystem.put_file = refuse if iteration == refused else put
+        checkpointer.save(f"model_{iteration:07d}", iteration=iteration)
+        checkpointer.give_up()  # it waits for the upload
+        comm.synchronize()
+    return found, weight.item()
+
+
+def test_a_run_whose_store_is_behind_goes_on_with_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    folder, address = tmp_path / "a", f"file://{tmp_path}/store"
+    run_ranks(go_on, 2, folder, address, [9, 19], 19)
+    names = {name[:13] for name in stored(address)}
+    assert names == {"model_0000009", "pointer-00000"}
+    # What is newest counts, and is on the disk.
+    assert run_ranks(go_on, 3, folder, address, [29, 39], 39)[0] == (19, 19.0)
+    shutil.rmtree(folder)
+    assert run_ranks(go_on, 1, folder, address, [49], -1)[0] == (29, 29.0)
+    alone = Checkpointer(make_model(), tmp_path / "b", store=address)
+    assert alone.resume_or_load("")["iteration"] == 49
+    assert torch.equal(alone.model.norm.weight, torch.full((16,), 49.0))
 
 
 def put_by_each(
