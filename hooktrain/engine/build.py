@@ -15,6 +15,7 @@ from hooktrain.engine.defaults import default_hooks, default_writers
 from hooktrain.engine.settings import check_settings
 from hooktrain.engine.trainers import ModelTrainer, SimpleTrainer, StepTrainer
 from hooktrain.evaluation import inference_on_dataset
+from hooktrain.evaluation.testing import Results
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.build import Wrappers
@@ -217,7 +218,7 @@ def build_hooks(
 
 def build_evaluation(
     cfg: Any, model: nn.Module, ema: hooks.EMA | None = None
-) -> Callable[[], dict[str, Any]]:
+) -> Callable[[], Results]:
     """Build the function that evaluates during training.
 
     Args:
@@ -226,12 +227,12 @@ def build_evaluation(
         ema: the hook whose average is evaluated too; its results are under ``"ema"``.
     """
 
-    def once() -> dict[str, Any]:
+    def once() -> Results:
         # All ranks evaluate the buffers that a checkpoint holds.
         broadcast_buffers(model)
         return evaluate(cfg, model, step="val_step")
 
-    def run() -> dict[str, Any]:
+    def run() -> Results:
         results = once()
         if ema is None:
             return results
@@ -242,7 +243,7 @@ def build_evaluation(
     return run
 
 
-def evaluate(cfg: Any, model: nn.Module, *, step: str = "test_step") -> dict[str, Any]:
+def evaluate(cfg: Any, model: nn.Module, *, step: str = "test_step") -> Results:
     """Evaluate a model on ``dataloader.test``. A collective.
 
     With a dict of several test loaders the results are grouped by their names, as in

@@ -29,6 +29,7 @@ from hooktrain.utils.collect_env import collect_env_info
 from hooktrain.utils.comm import on_main_process
 from hooktrain.utils.file_io import lock_folder, on_disk, temporary_path
 from hooktrain.utils.logger import LEVELS, setup_logger
+from hooktrain.utils.periods import PeriodLike
 
 logger = logging.getLogger(__name__)
 
@@ -251,16 +252,16 @@ def default_hooks(
     *,
     scheduler: Any = None,
     checkpointer: Checkpointer,
-    checkpoint_period: int | str,
+    checkpoint_period: PeriodLike,
     max_to_keep: int | None = 3,
     eval_function: EvalFunction | None = None,
-    eval_period: int | str = 0,
+    eval_period: PeriodLike = 0,
     best_metric: str | None = None,
     best_mode: str | None = None,
     best_ema: hooks.EMA | None = None,
     restore_best_weights: bool = False,
     writers: Sequence[EventWriter] | None = None,
-    log_period: int | str = 20,
+    log_period: PeriodLike = 20,
 ) -> list[hooks.HookBase]:
     """Make the usual hooks: time, schedule, evaluate, write, save, and sum up.
 

@@ -37,7 +37,7 @@ from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.names import State, add_note, check_count, refuse_overrides
-from hooktrain.utils.periods import in_iterations
+from hooktrain.utils.periods import PeriodLike, in_iterations
 from hooktrain.utils.tensors import Tensors, mover_to, non_finite, types_of
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class ModelTrainer(TrainerBase):
         model: nn.Module,
         data_loader: Iterable[Any] | None,
         optimizer: Any,
-        gather_metric_period: int | str = 20,
+        gather_metric_period: PeriodLike = 20,
         zero_grad_before_forward: bool = False,
         async_write_metrics: bool = False,
     ) -> None:
@@ -487,7 +487,7 @@ class AMPTrainer(SimpleTrainer):
         model: nn.Module,
         data_loader: Iterable[Any] | None,
         optimizer: torch.optim.Optimizer,
-        gather_metric_period: int | str = 20,
+        gather_metric_period: PeriodLike = 20,
         zero_grad_before_forward: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         precision: torch.dtype = torch.float16,

@@ -139,7 +139,7 @@ class MetricEvaluator(DatasetEvaluator):
             )
             raise
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> Results:
         """The metric over the batches of all ranks, under its name. Collective."""
         result = self._metric.compute()
         if isinstance(result, Mapping):
@@ -294,13 +294,13 @@ class DatasetEvaluators(DatasetEvaluator):
         for evaluator in self._evaluators:
             evaluator.process(inputs, outputs)
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> Results:
         """The results that the evaluators return on this rank, in one dictionary.
 
         Raises:
             ValueError: if two evaluators return results under the same name.
         """
-        merged: dict[str, Any] = {}
+        merged: Results = {}
         for evaluator in self._evaluators:
             results = evaluator.evaluate()
             kind = type(evaluator).__name__
@@ -325,7 +325,7 @@ def inference_on_dataset(
     evaluator: Any,
     *,
     step: str | Callable[[Any, Any], Any] = "test_step",
-) -> dict[str, Any]:
+) -> Results:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
 
     Batches are moved to the device of the model. If the model has a ``test_step``, that is called;

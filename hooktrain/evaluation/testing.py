@@ -10,11 +10,11 @@ logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
 
 # What an evaluation returns: metrics by name, or by task and name.
-Results = Mapping[str, Any]
+Results = dict[str, Any]
 EvalFunction = Callable[[], Results | None]
 
 
-def print_csv_format(results: Results) -> None:
+def print_csv_format(results: Mapping[str, Any]) -> None:
     """Log results so that they can be pasted into a spreadsheet.
 
     Each task gives three lines: its name, the names of its metrics, and their values, with four
@@ -35,7 +35,7 @@ def print_csv_format(results: Results) -> None:
 
 
 def verify_results(
-    expected: Iterable[tuple[str, str, float, float]], results: Results
+    expected: Iterable[tuple[str, str, float, float]], results: Mapping[str, Any]
 ) -> bool:
     """Check that an evaluation came out as expected.
 
@@ -70,7 +70,7 @@ def verify_results(
     return True
 
 
-def flatten_results_dict(results: Results) -> dict[str, Any]:
+def flatten_results_dict(results: Mapping[str, Any]) -> Results:
     """Turn nested dictionaries into a flat one, whose keys are the nested keys joined by "/".
 
     Example:
@@ -87,7 +87,7 @@ def flatten_results_dict(results: Results) -> dict[str, Any]:
     return flat
 
 
-def as_numbers(results: Results) -> dict[str, float]:
+def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     """The results that are numbers, in a flat dictionary. A warning names the others once.
 
     Raises:

@@ -12,6 +12,8 @@ from hooktrain.utils.names import check_count
 
 logger = logging.getLogger(__name__)
 
+# Iterations, or a string such as "1 epoch" or "10 minutes".
+PeriodLike = int | str
 # A period as a string.
 PERIOD = re.compile(r"(\d+|\d*\.\d+) (epoch|second|minute|hour)s?")
 
@@ -41,7 +43,7 @@ class Period:
             string.
     """
 
-    every: int | str
+    every: PeriodLike
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str):
@@ -68,7 +70,7 @@ class Period:
         return self.is_due(trainer) or trainer.is_last
 
 
-def in_iterations(number: int | str, epoch_length: int | None) -> int:
+def in_iterations(number: PeriodLike, epoch_length: int | None) -> int:
     """Convert a number of iterations, or a string such as ``"0.5 epochs"``, to iterations.
 
     >>> in_iterations(20, None), in_iterations("1 epoch", 23), in_iterations("0.5 epochs", 23)

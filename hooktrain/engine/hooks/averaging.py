@@ -14,7 +14,7 @@ from hooktrain.events import EventStorage
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage, update_bn_stats
 from hooktrain.solver.checks import another_model
 from hooktrain.utils.names import State
-from hooktrain.utils.periods import Period
+from hooktrain.utils.periods import Period, PeriodLike
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class PreciseBN(HookBase):
 
     def __init__(
         self,
-        period: int | str,
+        period: PeriodLike,
         model: nn.Module | None,
         data_loader: Iterable[Any],
         num_iter: int,

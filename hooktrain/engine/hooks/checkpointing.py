@@ -13,7 +13,7 @@ from hooktrain.solver.checks import another_model
 from hooktrain.utils.comm import on_all_ranks_patiently
 from hooktrain.utils.file_io import publish
 from hooktrain.utils.names import check_count
-from hooktrain.utils.periods import Period
+from hooktrain.utils.periods import Period, PeriodLike
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class PeriodicCheckpointer(HookBase):
     def __init__(
         self,
         checkpointer: Checkpointer,
-        period: int | str,
+        period: PeriodLike,
         *,
         max_to_keep: int | None = None,
         file_prefix: str = "model",

@@ -25,7 +25,7 @@ from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.names import State, check_count, did_you_mean
-from hooktrain.utils.periods import Period
+from hooktrain.utils.periods import Period, PeriodLike
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class EvalHook(HookBase):
 
     def __init__(
         self,
-        eval_period: int | str,
+        eval_period: PeriodLike,
         eval_function: EvalFunction,
         eval_after_train: bool = True,
     ) -> None:
@@ -91,7 +91,7 @@ class EvalHook(HookBase):
         """Find the results of a complete run that is started again."""
         self.last_results = self._last().get("results", {})
 
-    def _last(self) -> dict[str, Any]:
+    def _last(self) -> Results:
         """How many iterations were done at the last evaluation, and its results on all ranks."""
         named = named_hooks(self.trainer.hooks)
         name = next(name for name in named if named[name] is self)

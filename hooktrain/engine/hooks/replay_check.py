@@ -19,7 +19,7 @@ from hooktrain.events import EventStorage
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils import comm
-from hooktrain.utils.periods import Period
+from hooktrain.utils.periods import Period, PeriodLike
 from hooktrain.utils.tensors import (
     Tensors,
     compute_device,
@@ -75,7 +75,7 @@ class ReplayCheck(HookBase):
     needs_every_rank = True
     phase = "update"
 
-    def __init__(self, period: int | str) -> None:
+    def __init__(self, period: PeriodLike) -> None:
         self._period = Period(period)
 
     def before_train(self) -> None:

@@ -10,7 +10,7 @@ from hooktrain.events import EventWriter
 from hooktrain.utils.file_io import AnyPath, is_disk_full
 from hooktrain.utils.logger import pretty_seconds
 from hooktrain.utils.names import as_list
-from hooktrain.utils.periods import Period
+from hooktrain.utils.periods import Period, PeriodLike
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PeriodicWriter(HookBase):
 
     phase = "write"
 
-    def __init__(self, writers: Sequence[EventWriter], period: int | str = 20) -> None:
+    def __init__(self, writers: Sequence[EventWriter], period: PeriodLike = 20) -> None:
         self.writers = as_list(writers, EventWriter, "writers")
         self._period = Period(period)
 
