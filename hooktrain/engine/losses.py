@@ -33,7 +33,12 @@ class LossRecorder:
     Args:
         storage: gets the losses.
         iteration: the first iteration of the run.
+
+    Attributes:
+        data_time: the seconds that the next step to be recorded has waited for data so far.
     """
+
+    data_time = 0.0
 
     def __init__(self, storage: EventStorage, iteration: int = 0) -> None:
         self._storage = storage

@@ -123,7 +123,7 @@ def warn_of_lost_calls(trainer: Any) -> None:
         for hook in trainer.hooks
         if names_used(hook.after_backward)
     ]
-    if waiting and not trainer._has_backward:
+    if waiting and not trainer._run.has_backward:
         logger.warning(
             "run_step does not call self.after_backward(), which %s may need", waiting
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 
 from hooktrain import __version__
 from hooktrain.engine.agreement import Agreement, agree_on_run
@@ -24,6 +25,7 @@ from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.preflight import warn_of_events
 from hooktrain.evaluation.testing import Results, as_numbers
 from hooktrain.events import EventStorage
+from hooktrain.solver.checks import Version
 from hooktrain.utils import comm
 from hooktrain.utils.env import in_one_thread, seed_step
 from hooktrain.utils.names import State, as_list
@@ -35,6 +37,35 @@ _SHARED = ("seed", "_max_iter", "sync_period", "_epoch_length", "_loader_length"
 Trainer = TypeVar("Trainer", bound="TrainerBase")
 
 logger = logging.getLogger(__name__)
+
+
+class Run:
+    """What a trainer notes for one run.
+
+    Attributes:
+        rank: the data-parallel rank of this process.
+        begun: the hooks whose ``before_train`` was called; None if nothing runs.
+        has_backward: whether ``after_backward`` was called.
+        late_error: an error that is raised when all hooks have seen the iteration.
+        is_sharded: whether a forward pass of the model exchanges its parameters.
+        trainable: the parameters that are trained, by their identity.
+        versions: those of the optimizers when the run began; empty when they were looked at.
+        non_finite: the names of what was infinite or NaN when the run began, such as masks; None
+            before that.
+        confirmed: so many iterations were done when everything was finite on every rank.
+    """
+
+    is_sharded: bool
+    trainable: dict[int, nn.Parameter]
+    versions: dict[str, Version]
+
+    def __init__(self) -> None:
+        self.rank = comm.data_parallel_rank()
+        self.begun: list[HookBase] | None = None
+        self.has_backward = False
+        self.late_error: BaseException | None = None
+        self.non_finite: set[str] | None = None
+        self.confirmed = -1
 
 
 class TrainerBase:
@@ -74,11 +105,7 @@ class TrainerBase:
     sync_period: int = 20
     is_last: bool = False
     ends_period: bool = False
-    # The hooks whose before_train was called; None while nothing runs.
-    _begun: list[HookBase] | None = None
     _broke_off = False  # inside an iteration
-    _has_backward = False  # whether after_backward was ever called
-    _late_error: BaseException | None = None
     _max_iter = 0
     _epoch_length: int | None = None  # as it was set
     _loader_length = 0  # in batches; 0 is not known
@@ -95,6 +122,7 @@ class TrainerBase:
         self.clock = Clock()
         self.agreement = Agreement(self.clock)
         self._losses = LossRecorder(self.storage)
+        self._run = Run()
 
     @property
     def max_iter(self) -> int:
@@ -110,7 +138,7 @@ class TrainerBase:
         self._max_iter = max_iter
 
     def _refuse_in_run(self, name: str, instead: str) -> None:
-        if self._begun is not None:
+        if self._run.begun is not None:
             raise RuntimeError(
                 f"{name} cannot be set in a run, which has read it: {instead}"
             )
@@ -160,7 +188,7 @@ class TrainerBase:
             RuntimeError: if a hook or an evaluation calls it; if another thread trains; or without
                 ``start_iter``, if the last run broke off inside an iteration.
         """
-        if self._begun is not None:
+        if self._run.begun is not None:
             raise RuntimeError("train() is running: no hook or evaluation can call it")
         start = self.done if start_iter is None else start_iter
         if start_iter is None and self._broke_off:
@@ -215,10 +243,9 @@ class TrainerBase:
         """Begin a run, and call the hooks."""
         self.succeeded = self.is_last = False
         self.agreement = Agreement(self.clock)
-        self._late_error = None
         self.done = self.start_iter
         self._losses = LossRecorder(self.storage, self.start_iter)
-        self._rank = comm.data_parallel_rank()
+        self._run = run = Run()
         if self.seed is None:
             self.seed = torch.initial_seed()
         self.clock.is_shared = comm.get_world_size() > 1
@@ -228,10 +255,10 @@ class TrainerBase:
         self.storage.iter = self.iter
         self.storage.max_iter = self.max_iter
         self.storage.epoch_length = self.epoch_length
-        self._begun = []
+        run.begun = []
         for hook in self._hooks:
             hook.before_train()
-            self._begun.append(hook)
+            run.begun.append(hook)
         self.succeeded = self.start_iter >= self.max_iter
 
     def before_step(self) -> None:
@@ -251,7 +278,7 @@ class TrainerBase:
 
     def after_backward(self) -> None:
         """Call the hooks between backward and update."""
-        self._has_backward = True
+        self._run.has_backward = True
         for hook in self._hooks:
             hook.after_backward()
 
@@ -265,9 +292,9 @@ class TrainerBase:
         self.clock.advance()
         for hook in self._hooks:
             hook.after_step()
-        if self._late_error is not None:
-            error = self._late_error
-            self._late_error = None
+        error = self._run.late_error
+        if error is not None:
+            self._run.late_error = None
             self._broke_off = False
             raise error
         self.succeeded = self.is_last
@@ -299,26 +326,26 @@ class TrainerBase:
             # A run that was complete when it began has seeded no step.
             self.seed_generators(self.done, "end")
         self.storage.iter = self.iter
-        begun = self._begun or []
-        self._begun = None
+        run = self._run
+        begun, run.begun = run.begun or [], None
         for hook in begun:
             try:
                 hook.after_train()
             except BaseException as error:  # sys.exit() and Ctrl-C too
                 self.succeeded = False  # for the hooks that follow
-                if self._late_error is not None:
+                if run.late_error is not None:
                     logger.exception("A further hook failed in after_train:")
                 self.raise_later(error)
-        if self._late_error is not None:
+        if run.late_error is not None:
             self.succeeded = False
-            raise self._late_error
+            raise run.late_error
 
     # Requests of hooks.
 
     def seed_generators(self, iteration: int, event: str = "step") -> None:
         """Seed the generators of this rank; see :func:`hooktrain.utils.env.seed_step`."""
         assert self.seed is not None  # from before_train on
-        seed_step(self.seed, iteration, self._rank, event)
+        seed_step(self.seed, iteration, self._run.rank, event)
 
     def request_stop(self, reason: str) -> None:
         """Ask for an early end of the run. Any rank may call it.
@@ -330,7 +357,7 @@ class TrainerBase:
 
     def raise_later(self, error: BaseException) -> None:
         """Raise an error after all hooks have seen this iteration. Call it on all ranks."""
-        self._late_error = self._late_error or error
+        self._run.late_error = self._run.late_error or error
 
     def tolerate_losses(self) -> None:
         """Let the losses of this iteration be infinite or NaN. Call it on all ranks."""
@@ -484,9 +511,9 @@ class TrainerBase:
             # It is a new list, since a loop may be going over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]
             index += 1
-            if self._begun is not None:
+            if self._run.begun is not None:
                 hook.before_train()
-                self._begun.append(hook)
+                self._run.begun.append(hook)
 
     def describe_hooks(self) -> str:
         """A line for each hook, in order: its name, its phase, the events that it overrides."""

@@ -81,9 +81,6 @@ class ModelTrainer(TrainerBase):
     optim_wrapper: Any  # an OptimWrapper or OptimWrapperDict
     checkpointer: Any = None
     _adds_up = True  # whether the sum of the losses is recorded, as "total_loss"
-    _data_time = 0.0  # seconds spent on batches since losses were recorded
-    # So many iterations were done when everything was finite on every rank.
-    _checked = -1
 
     def __init__(
         self,
@@ -105,8 +102,6 @@ class ModelTrainer(TrainerBase):
         self.losses: State = {}
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
-        # What was infinite or NaN when the run began, such as masks; None before any run.
-        self._not_finite_before: set[str] | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -141,23 +136,23 @@ class ModelTrainer(TrainerBase):
     def _take(self, batches: Iterator[Any]) -> Any:
         start = time.perf_counter()
         batch = self.prepare_batch(next(batches))
-        self._data_time += time.perf_counter() - start
+        self._losses.data_time += time.perf_counter() - start
         return batch
 
     def before_train(self) -> None:
         """Check that model and optimizers fit, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
-        # The forward pass of a sharded model exchanges its parameters.
-        self._is_sharded = computes_together(self.model)
-        self._trainable = trainable(self.model)
+        trained = trainable(self.model)
         log_modes(self.model)
         super().before_train()
-        self._data_time = 0.0
+        run = self._run
+        # The forward pass of a sharded model exchanges its parameters.
+        run.is_sharded = computes_together(self.model)
+        run.trainable = trained
         self._move = mover_to(self.model)  # the model may have moved since the last run
-        self._not_finite_before = set()
-        self._not_finite_before = self._find_non_finite()
-        # When the run began; empty when that was looked at.
-        self._first_versions = versions(self.optim_wrapper)
+        run.non_finite = set()
+        run.non_finite = self._find_non_finite()
+        run.versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
             log_units(self)
             tell_of_early_gradients(self)
@@ -167,22 +162,23 @@ class ModelTrainer(TrainerBase):
 
     def after_step(self) -> None:
         """Exchange metrics, call the hooks, and look for mistakes after each period."""
-        if self.ends_period and not self._is_sharded:
+        run = self._run
+        if self.ends_period and not run.is_sharded:
             trained = trainable(self.model)
-            if not trained.keys() <= self._trainable.keys():  # new, or frozen before
-                self._trainable |= trained
+            if not trained.keys() <= run.trainable.keys():  # new, or frozen before
+                run.trainable |= trained
                 check_parts(self.model, self.optim_wrapper)
         super().after_step()
-        if self.ends_period and self._first_versions:
+        if self.ends_period and run.versions:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
-            warn_of_idle(self.optim_wrapper, self._first_versions)
-            warn_of_differences(self.model, self._is_sharded)
+            warn_of_idle(self.optim_wrapper, run.versions)
+            warn_of_differences(self.model, run.is_sharded)
             warn_of_equal_batches(self._data_loader_iter)
-            self._first_versions = {}
+            run.versions = {}
 
     def _check_mode(self) -> None:
-        if self._begun is None:
+        if self._run.begun is None:
             raise RuntimeError(
                 "no run has begun: train() calls run_step(); a loop of your own first calls "
                 "before_train()"
@@ -205,8 +201,8 @@ class ModelTrainer(TrainerBase):
             FloatingPointError: if the sum, or a loss of a StepTrainer, is not finite. With several
                 ranks or an accelerator it is checked at the end of a period.
         """
-        data_time = self._data_time
-        self._data_time = 0.0
+        data_time = self._losses.data_time
+        self._losses.data_time = 0.0
         self._write_metrics(losses, data_time)
 
     def _write_metrics(
@@ -245,14 +241,14 @@ class ModelTrainer(TrainerBase):
         super().prepare_save()
         # What is broken is found first, since hooks may gather their states.
         on_all_ranks(partial(self._refuse, self._find_non_finite()))
-        self._checked = self.done
+        self._run.confirmed = self.done
 
     def _find_non_finite(self) -> set[str]:
         """The names of the tensors of a checkpoint that became infinite or NaN in this run.
 
         They are those of the model, of the optimizer, and of the hooks, such as an average.
         """
-        if self._not_finite_before is None:  # no run has begun
+        if self._run.non_finite is None:  # no run has begun
             return set()
         saved = {
             **self.model.state_dict(),
@@ -260,7 +256,7 @@ class ModelTrainer(TrainerBase):
             "hooks": hook_states(self._hooks),
         }
         # Host-device synchronisation: one number for all tensors.
-        broken = non_finite(saved) - self._not_finite_before
+        broken = non_finite(saved) - self._run.non_finite
         return without_masks(self.model, broken) if broken else broken
 
     def _refuse(self, broken: set[str]) -> None:
@@ -277,9 +273,9 @@ class ModelTrainer(TrainerBase):
             FloatingPointError: if a loss was not finite, or if weights are not.
         """
         state = super().state_dict()  # it checks the losses
-        if self._checked != self.done:
+        if self._run.confirmed != self.done:
             self._refuse(self._find_non_finite())
-        self._checked = -1
+        self._run.confirmed = -1
         return {
             **state,
             "optimizer": self.optim_wrapper.state_dict(),
@@ -439,7 +435,7 @@ class SimpleTrainer(ModelTrainer):
         if type(self).weight is not SimpleTrainer.weight:
             start = time.perf_counter()
             taken = [next(batches) for _ in range(count)]
-            self._data_time += time.perf_counter() - start
+            self._losses.data_time += time.perf_counter() - start
             factors = weights_over_mean(map(self.weight, taken))
             batches = iter(taken)
         for batch in range(count):

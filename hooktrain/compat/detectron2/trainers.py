@@ -56,6 +56,7 @@ class TrainerBase(engine.TrainerBase):
     # The constructor sets these, and what it has set hides them.
     storage = cached_property(_left_out)
     _hooks = cached_property(_left_out)
+    _run = cached_property(_left_out)
 
     def before_train(self) -> None:
         """Begin the run, also of the inner trainer, which gets this one's storage."""

@@ -196,7 +196,7 @@ def test_a_failing_run_leaves_nothing_behind(kind: Any) -> None:
             outer.train(0, 1)
         assert seen.count("after_train") == seen.count("before_train")
         assert inner.hooks == ()
-        assert inner._begun is None
+        assert inner._run.begun is None
         if kind is not Copied:
             assert inner.optim_wrapper.after_backward is None
     calls: list[str] = []
