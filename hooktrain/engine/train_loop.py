@@ -47,23 +47,20 @@ class Run:
         begun: the hooks whose ``before_train`` was called; None if nothing runs.
         has_backward: whether ``after_backward`` was called.
         late_error: an error that is raised when all hooks have seen the iteration.
-        is_sharded: whether a forward pass of the model exchanges its parameters.
-        trainable: the parameters that are trained, by their identity.
+        trainable: the parameters that are trained, by their identity; None if they are sharded.
         versions: those of the optimizers when the run began; empty when they were looked at.
         non_finite: the names of what was infinite or NaN when the run began, such as masks; None
             before that.
         confirmed: so many iterations were done when everything was finite on every rank.
     """
 
-    is_sharded: bool
-    trainable: dict[int, nn.Parameter]
-    versions: dict[str, Version]
-
     def __init__(self) -> None:
         self.rank = comm.data_parallel_rank()
         self.begun: list[HookBase] | None = None
         self.has_backward = False
         self.late_error: BaseException | None = None
+        self.trainable: dict[int, nn.Parameter] | None = None
+        self.versions: dict[str, Version] = {}
         self.non_finite: set[str] | None = None
         self.confirmed = -1
 

@@ -147,8 +147,7 @@ class ModelTrainer(TrainerBase):
         super().before_train()
         run = self._run
         # The forward pass of a sharded model exchanges its parameters.
-        run.is_sharded = computes_together(self.model)
-        run.trainable = trained
+        run.trainable = None if computes_together(self.model) else trained
         self._move = mover_to(self.model)  # the model may have moved since the last run
         run.non_finite = set()
         run.non_finite = self._find_non_finite()
@@ -163,7 +162,7 @@ class ModelTrainer(TrainerBase):
     def after_step(self) -> None:
         """Exchange metrics, call the hooks, and look for mistakes after each period."""
         run = self._run
-        if self.ends_period and not run.is_sharded:
+        if self.ends_period and run.trainable is not None:
             trained = trainable(self.model)
             if not trained.keys() <= run.trainable.keys():  # new, or frozen before
                 run.trainable |= trained
@@ -173,7 +172,7 @@ class ModelTrainer(TrainerBase):
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_idle(self.optim_wrapper, run.versions)
-            warn_of_differences(self.model, run.is_sharded)
+            warn_of_differences(self.model, run.trainable is None)
             warn_of_equal_batches(self._data_loader_iter)
             run.versions = {}
 
