@@ -1,13 +1,13 @@
 """What the ranks of a run tell each other as it begins, and at each exchange besides metrics."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from hooktrain.engine.clock import Clock
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hook_list import named_hooks
 from hooktrain.utils import comm
-from hooktrain.utils.names import State
+from hooktrain.utils.names import Numbers, State
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Agreement:
         if comm.get_world_size() == 1:
             self.stop_reason = self._own_reason
 
-    def proposals(self) -> dict[str, float]:
+    def proposals(self) -> Numbers:
         """The numbers of this rank, by name."""
         return {
             "rank_that_stops": -1 if self._own_reason is None else comm.get_rank(),
@@ -49,7 +49,7 @@ class Agreement:
             "signal": self.own_signal,
         }
 
-    def settle(self, maxima: Mapping[str, float]) -> None:
+    def settle(self, maxima: Numbers) -> None:
         """Take the maxima over the ranks. A collective, if a rank asks for a stop."""
         self._clock.agreed = maxima["seconds"]
         self.signal = int(maxima["signal"])

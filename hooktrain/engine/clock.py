@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 
-from hooktrain.utils.names import State
+from hooktrain.utils.names import Numbers, State
 
 
 class Clock:
@@ -32,7 +32,7 @@ class Clock:
     read = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
-        self.pauses: dict[str, float] = defaultdict(float)
+        self.pauses: Numbers = defaultdict(float)
         self.own = self.agreed = self.now = self.before = 0.0
         self._since = 0.0
 

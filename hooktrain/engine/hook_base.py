@@ -1,11 +1,11 @@
 """The base class of hooks: what a trainer calls around its steps."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from hooktrain.utils.file_io import AnyPath
-from hooktrain.utils.names import State
+from hooktrain.utils.names import Numbers, State
 
 if TYPE_CHECKING:  # a trainer has hooks, and a hook knows its trainer
     from hooktrain.engine.trainers import ModelTrainer
@@ -85,7 +85,7 @@ class HookBase:
     def after_step(self) -> None:
         """Called after each iteration."""
 
-    def after_evaluation(self, results: Mapping[str, float]) -> None:
+    def after_evaluation(self, results: Numbers) -> None:
         """Called after each evaluation, on all ranks with the main process's results.
 
         Args:

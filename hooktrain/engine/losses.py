@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hooktrain.events import EventStorage, HistoryBuffer
 from hooktrain.utils import comm
-from hooktrain.utils.names import is_loss
+from hooktrain.utils.names import Numbers, is_loss
 
 # Advice for errors about numbers that are not finite.
 WHERE_IT_BEGINS = (
@@ -106,7 +106,7 @@ class LossRecorder:
         else:  # the slowest rank's is put when it is known
             self._data_times[iteration] = data_time
 
-    def exchange(self, finished: int, numbers: Mapping[str, float]) -> dict[str, float]:
+    def exchange(self, finished: int, numbers: Numbers) -> Numbers:
         """Put the means over the ranks of the finished iterations into the storage.
 
         Args:
@@ -168,7 +168,7 @@ class LossRecorder:
         Raises:
             FloatingPointError: for the first one that is not finite, with its iteration.
         """
-        losses: dict[int, dict[str, float]] = {}  # by iteration
+        losses: dict[int, Numbers] = {}  # by iteration
         sources = {self._storage, self._waiting} if self._to_check else ()
         for source in sources:
             # Host-device synchronisation: reads what was recorded since the last time.
@@ -181,9 +181,7 @@ class LossRecorder:
         self._checked = finished if self._alone else self._exchanged
 
 
-def _refuse_non_finite(
-    names: Iterable[str], losses: Mapping[str, float], iteration: int
-) -> None:
+def _refuse_non_finite(names: Iterable[str], losses: Numbers, iteration: int) -> None:
     for name in names:
         if not math.isfinite(losses.get(name, 0.0)):
             raise FloatingPointError(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
+from hooktrain.utils.names import Numbers
+
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
 
@@ -87,7 +89,7 @@ def flatten_results_dict(results: Mapping[str, Any]) -> Results:
     return flat
 
 
-def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+def as_numbers(results: Mapping[str, Any]) -> Numbers:
     """The results that are numbers, in a flat dictionary. A warning names the others once.
 
     Raises:

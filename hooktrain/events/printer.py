@@ -8,7 +8,7 @@ from hooktrain.events.storage import EventStorage
 from hooktrain.events.writer import TIMES, Metrics, ScalarWriter
 from hooktrain.utils.env import device_module
 from hooktrain.utils.logger import pretty_seconds, setup_logger
-from hooktrain.utils.names import is_loss
+from hooktrain.utils.names import Numbers, is_loss
 
 
 class CommonMetricPrinter(ScalarWriter):
@@ -65,7 +65,7 @@ class CommonMetricPrinter(ScalarWriter):
             self.logger.warning("Lines are printed twice: are hooks registered twice?")
 
     def _fields(
-        self, storage: EventStorage, metrics: dict[str, float]
+        self, storage: EventStorage, metrics: Numbers
     ) -> tuple[list[str], list[str]]:
         """The texts to show: those of the training, and those of evaluations."""
         hints = storage.smoothing_hints()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hooktrain.events import media
 from hooktrain.events.history import Entry, HistoryBuffer
-from hooktrain.utils.names import State
+from hooktrain.utils.names import Numbers, State
 
 Scalar = float | np.generic | media.Array  # with one element
 
@@ -175,7 +175,7 @@ class EventStorage:
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def put_results(self, results: Mapping[str, float], iteration: int) -> None:
+    def put_results(self, results: Numbers, iteration: int) -> None:
         """Record the results of an evaluation; ``trainer.after_evaluation`` calls it.
 
         Args:

@@ -7,8 +7,9 @@ from hooktrain.events.history import Entry, HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import AnyPath
+from hooktrain.utils.names import Numbers
 
-Metrics = dict[int, dict[str, float]]  # by iteration and by name
+Metrics = dict[int, Numbers]  # by iteration and by name
 
 _MAX_UNDELIVERED = 10_000  # rows that wait for a tracker
 

@@ -17,6 +17,9 @@ T = TypeVar("T")
 # What a state_dict() returns. A load_state_dict() does not change it.
 State: TypeAlias = dict[str, Any]
 
+# Numbers by name, such as the metrics of an iteration or of an evaluation.
+Numbers: TypeAlias = dict[str, float]
+
 # The keys, indices and names of fields that lead to a value in nested containers.
 Keys: TypeAlias = tuple[Any, ...]
 

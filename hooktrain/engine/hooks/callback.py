@@ -1,9 +1,10 @@
 """Calls functions at the events of a trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from hooktrain.engine.hook_base import HookBase
+from hooktrain.utils.names import Numbers
 
 Callback = Callable[..., object] | None
 
@@ -62,7 +63,7 @@ class CallbackHook(HookBase):
         """Call the function given for this event."""
         self._call("after_step")
 
-    def after_evaluation(self, results: Mapping[str, float]) -> None:
+    def after_evaluation(self, results: Numbers) -> None:
         """Call the function given for this event."""
         self._call("after_evaluation", results)
 

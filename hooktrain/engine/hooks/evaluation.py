@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from difflib import get_close_matches
@@ -24,7 +23,7 @@ from hooktrain.evaluation.evaluator import DatasetEvaluators
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
-from hooktrain.utils.names import State, check_count, did_you_mean
+from hooktrain.utils.names import Numbers, State, check_count, did_you_mean
 from hooktrain.utils.periods import Period, PeriodLike
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class EvalHook(HookBase):
     def _do_eval(self) -> None:
         self.announce()
         self.trainer.seed_generators(self.trainer.done, "evaluation")
-        outcome: Future[dict[str, float]] = Future()
+        outcome: Future[Numbers] = Future()
         patience = None
         with self.trainer.clock.pause("evaluation"):
             try:
@@ -146,7 +145,7 @@ class EvalHook(HookBase):
         self._last().update(done=self.trainer.done, results=results)
         self.trainer.after_evaluation(results)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> Numbers:
         before = DatasetEvaluators.evaluations
         DatasetEvaluators.norm = 0.0
         self.last_results = self._func() or {}
@@ -230,9 +229,7 @@ def tell_without_evaluation(hook: HookBase, metric: str) -> None:
         )
 
 
-def find_result(
-    hook: HookBase, metric: str, results: Mapping[str, float]
-) -> float | None:
+def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
     """The metric that a hook waits for; None if only another evaluation gives it.
 
     If every ``EvalHook`` has had results, and none of them was the metric, the log says so, since a
@@ -377,7 +374,7 @@ class BestCheckpointer(HookBase):
             logger.error("The next best model replaces a broken one: %s", error)
         self.best_metric = self.best_iter = None
 
-    def after_evaluation(self, results: Mapping[str, float]) -> None:
+    def after_evaluation(self, results: Numbers) -> None:
         """Save the model if the metric has its best value."""
         value = find_result(self, self._val_metric, results)
         if value is not None:
@@ -506,7 +503,7 @@ class EarlyStopping(HookBase):
         tell_without_evaluation(self, self._metric)
         self._stop_if_exhausted()
 
-    def after_evaluation(self, results: Mapping[str, float]) -> None:
+    def after_evaluation(self, results: Numbers) -> None:
         """Look at the result."""
         value = find_result(self, self._metric, results)
         if value is None:

@@ -21,7 +21,7 @@ from hooktrain.engine.hooks.evaluation import (
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import rates_of, scheduled
 from hooktrain.solver.optim_wrapper_dict import by_name
-from hooktrain.utils.names import State
+from hooktrain.utils.names import Numbers, State
 from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class LRScheduler(HookBase):
         for name, group in self._recorded:
             put(name, group["lr"], smoothing_hint=False)
 
-    def after_evaluation(self, results: Mapping[str, float]) -> None:
+    def after_evaluation(self, results: Numbers) -> None:
         """Step what watches a result."""
         for metric, step in self._watched:
             value = find_result(self, metric, results)
