@@ -188,7 +188,10 @@ def warn_of_equal_samples(loader: Any) -> None:
         kind = type(dataset)
         reads = [getattr(kind, name, None) for name in ("__getitem__", "__iter__")]
         for name in chain.from_iterable(map(names_used, reads)):
-            if isinstance(getattr(dataset, name, None), GENERATORS):
+            value = getattr(dataset, name, None)
+            # Those of a transform.
+            parts = getattr(value, "__dict__", {}).values() if callable(value) else ()
+            if any(isinstance(each, GENERATORS) for each in (value, *parts)):
                 logger.warning(EQUAL_WORKERS, kind.__name__, name)
         dataset = getattr(dataset, "dataset", None)
 

@@ -303,9 +303,10 @@ def build_train_loader(
     # Refuses unknown options now, not when the training starts.
     call(DataLoader, [dataset], {"batch_sampler": (), **options}, _DECIDED)
     size = len(dataset)  # type: ignore[arg-type]
-    if isinstance(sampler, BatchSampler):
+    if isinstance(sampler, BatchSampler) or "batch_sampler" in options:
         raise TypeError(
-            f"sampler must give indices one by one, not batches: {sampler!r}"
+            "sampler must give indices one by one, and total_batch_size of them make a batch: "
+            f"{options.get('batch_sampler', sampler)!r}"
         )
     if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) != size:
         raise ValueError(

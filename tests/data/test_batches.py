@@ -466,6 +466,39 @@ def test_workers_with_copies_of_one_generator_are_told() -> None:
     assert not any(told_of_equal_samples(*right))
 
 
+class Jitter:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def __call__(self, sample: Any) -> Any:
+        return sample + self.rng.random()
+
+
+class Transformed(Epochs):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+def test_workers_with_copies_of_the_generator_of_a_transform_are_told() -> None:
+    ours: Any = build_train_loader(
+        Transformed(abs), mapper=Jitter(), total_batch_size=2, num_workers=2
+    )
+    loaders = [DataLoader(Transformed(Jitter()), num_workers=2), ours]
+    [of_dataset], [of_mapper] = told_of_equal_samples(*loaders)
+    assert "Transformed.transform" in of_dataset
+    assert "MapDataset.map_func" in of_mapper
+    inside = Transformed(abs)
+    subset = Subset(Unused(random.Random(0)), [0, 1])
+    for right in (inside, subset):
+        [told] = told_of_equal_samples(DataLoader(right, num_workers=2))
+        assert told == []
+
+
 def test_a_state_without_a_position_is_told(caplog: pytest.LogCaptureFixture) -> None:
     state = Batches(DataLoader(range(4))).state_dict()  # type: ignore[arg-type]
     batches = Batches(build_train_loader(range(4), total_batch_size=2, seed=0))  # type: ignore[arg-type]

@@ -281,6 +281,8 @@ def test_what_makes_batches_another_way_is_refused_with_the_way_to_go() -> None:
     batches: Any = BatchSampler(SequentialSampler(data), 2, drop_last=True)
     with pytest.raises(TypeError, match=r"one by one.*BatchSampler"):
         build_train_loader(data, total_batch_size=2, sampler=batches)
+    with pytest.raises(TypeError, match=r"one by one.*\[\[0, 1\]\]"):
+        build_train_loader(data, total_batch_size=2, batch_sampler=[[0, 1]])
     with pytest.raises(ValueError, match=r"seed=5.*6"):
         make(sampler=TrainingSampler(10, seed=6))
     with pytest.raises(TypeError, match="'transform'") as error:
