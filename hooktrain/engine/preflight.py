@@ -118,11 +118,12 @@ def warn_of_lost_calls(trainer: Any) -> None:
     Args:
         trainer: a trainer with a model, in a run.
     """
-    waiting = [
-        type(hook).__qualname__
-        for hook in trainer.hooks
-        if names_used(hook.after_backward)
-    ]
+    waiting = []
+    for hook in trainer.hooks:
+        # A CallbackHook has a function for the event, or None.
+        functions = getattr(hook, "_functions", {})
+        if names_used(functions.get("after_backward", hook.after_backward)):
+            waiting.append(type(hook).__qualname__)
     if waiting and not trainer._run.has_backward:
         logger.warning(
             "run_step does not call self.after_backward(), which %s may need", waiting

@@ -506,6 +506,27 @@ def test_a_buffer_with_infinities_above_0_is_no_mask() -> None:
     assert without_masks(model, broken) == {"model.range is inf"}
 
 
+class WithoutAfterBackward(SimpleTrainer):
+    def run_step(self) -> None:
+        loss = self.model(self.next_batch())
+        self.record_losses({"loss": loss})
+        self.optim_wrapper.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("event", ["after_backward", "after_step"])
+def test_a_callback_is_told_to_be_lost_if_it_is_one_of_after_backward(
+    event: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LinearLoss()
+    trainer = WithoutAfterBackward(model, batches(2), sgd(model))
+    trainer.register_hooks([CallbackHook(**{event: lambda t: t.storage.iter})])
+    trainer.sync_period = 2
+    trainer.train(max_iter=4)
+    assert ("['CallbackHook'] may need" in caplog.text) == (event == "after_backward")
+
+
 class FreesByHand(SimpleTrainer):
     """Three passes add up in each iteration, and no more."""
 
