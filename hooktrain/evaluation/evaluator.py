@@ -214,6 +214,8 @@ def _warn_of_no_mean(
     if not inspect.isfunction(metric) or metric.__closure__ or metric.__code__ in _seen:
         return
     half = size // 2
+    if half == 0:
+        return
     with suppress(Exception):  # outputs may have no halves, or a half too few samples
         # Host-device synchronisation, once for each function.
         first = float(metric(outputs[:half], targets[:half]))

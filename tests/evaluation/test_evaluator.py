@@ -362,6 +362,19 @@ def test_means_over_the_samples_and_functions_that_count_are_not_told(
     assert caplog.messages == []
 
 
+def mean_of_numpy(outputs: Tensor, targets: Tensor) -> float:
+    return float((outputs - targets).numpy().mean())  # of nothing, numpy warns
+
+
+def test_a_batch_of_one_sample_has_no_halves_to_look_at(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    loader = [(torch.tensor([value]), torch.zeros(1)) for value in (1.0, 3.0)]
+    results = inference_on_dataset(first_of, loader, mean_of_numpy)
+    assert results == {"mean_of_numpy": 2.0}
+    assert [str(each.message) for each in recwarn] == []
+
+
 def test_the_whole_has_the_structure_of_a_batch() -> None:
     seen = []
 
