@@ -46,7 +46,7 @@ def launch(
     """Run ``main_func(*args)`` in every process of a distributed run.
 
     - In a process group that was made before, as by Ray or in a notebook, it calls the function.
-      Who made the group has chosen the device, and leaves the group.
+      The code that made the group has chosen the device, and leaves the group.
     - Under torchrun, srun, mpirun or submitit, which have already started the processes, this
       one joins the others, and the numbers given here are ignored; see
       :func:`hooktrain.strategy.environment.get_rank_info`.

@@ -102,9 +102,10 @@ class BaseAveragedModel(nn.Module):
     def swap(self, model: nn.Module) -> AbstractContextManager[None]:
         """Give the model the averaged weights and buffers, and later its own again.
 
-        The values are written in place, so everybody who holds the tensors sees them. The model's
-        own values are restored bit for bit, even after an error. This takes the memory of one more
-        copy of the model. What autocast keeps of the weights in lower precision is dropped.
+        The values are written in place, so other references to the tensors see them too. The
+        model's own values are restored bit for bit, even after an error. This takes the memory of
+        one more copy of the model. What autocast keeps of the weights in lower precision is
+        dropped.
 
         Returns:
             A context. Where it is never entered, a warning says that nothing was exchanged.

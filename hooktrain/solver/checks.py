@@ -27,7 +27,7 @@ def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) 
     """Why something does not belong to the model that a trainer trains, or "".
 
     Args:
-        owner: what has the parameters, such as ``"the optimizer"``.
+        owner: the name of the owner of the parameters, such as ``"the optimizer"``.
         parameters: one of them has to be the model's.
         trained: the trainer's model. If it has no parameters, it fits everything.
     """

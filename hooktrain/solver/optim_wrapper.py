@@ -273,7 +273,7 @@ class OptimWrapper:
         state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
         state["configured"] = self._configured
         state["inner_count"] = self.inner_count
-        # Host-device synchronisation, in a save, where a scaler counts on a device.
+        # Host-device synchronisation, in a save, if a scaler counts on a device.
         state["skipped_updates"] = int(self.skipped_updates)
         return state
 

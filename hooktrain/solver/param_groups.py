@@ -167,7 +167,7 @@ def _keys(name: str) -> tuple[str, str]:
 def expand_param_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """One group for each parameter, in order of first appearance.
 
-    Where a parameter is in several groups, later settings replace earlier ones.
+    If a parameter is in several groups, later settings replace earlier ones.
 
     Args:
         groups: each has ``params``, an iterable.

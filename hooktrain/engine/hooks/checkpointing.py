@@ -28,7 +28,7 @@ def check_saver(checkpointer: Any, file_prefix: str) -> None:
 
 
 class PeriodicCheckpointer(HookBase):
-    """Saves where a period ends, and at the end of the run.
+    """Saves at the end of each period, and at the end of the run.
 
     The last iteration is saved as ``{file_prefix}_final.pth``, others as
     ``{file_prefix}_0000099.pth``; folders of shards are named so, without ``.pth``. Old ones are

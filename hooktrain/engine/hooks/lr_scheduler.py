@@ -40,7 +40,7 @@ class LRScheduler(HookBase):
     - a scheduler of torch.
 
     Those of MMEngine are for the ``LRScheduler`` of ``hooktrain.compat.mmengine``. An iteration
-    counts also where a scaler skipped its update.
+    counts even if a scaler skipped its update.
 
     Args:
         optimizer: the optimizer whose rate is recorded, and multiplied; or several by name. None

@@ -29,7 +29,7 @@ STOP_FILE = "stop"
 
 _ONE_SIGNAL_SECONDS = 1.0  # in which a repeated signal counts as the same one
 _ASK_SECONDS = 10.0  # torchrun waits 30 between its signal and the kill
-# Who hears nothing in a long iteration would send a second one.
+# A user who sees no answer in a long iteration would send a second signal.
 _HEARD = b"\nThe run will save after the iteration, and end. A second signal ends it at once\n"
 
 
