@@ -18,6 +18,7 @@ def test_a_single_process_agrees_at_once_and_the_first_reason_counts(
     with caplog.at_level(logging.INFO):
         agreement.request_stop("first", 3)
         agreement.request_stop("second", 4)
+        agreement.settle(agreement.proposals())  # by exchanges until the run ends
     assert agreement.stop_reason == "first"
     assert len(caplog.messages) == 1
 
