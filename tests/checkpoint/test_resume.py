@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections import OrderedDict
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -226,16 +227,18 @@ def hold(folder: Path) -> None:
     time.sleep(LIMIT_SECONDS)
 
 
-def test_the_best_model_of_a_run_that_still_trains_is_not_put_aside(
-    tmp_path: Path,
-) -> None:
-    save(tmp_path, "model_best", 9)
-    other = start(hold, tmp_path)
+def test_what_a_run_that_still_trains_has_is_not_renamed(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    save(folder, "model_best", 9)
+    save(folder, "model_0000009", 9)
+    other = start(hold, folder)
     try:
-        wait_until((tmp_path / "held").exists)
-        with pytest.raises(RuntimeError, match=f"process {other.pid} "):
-            put_aside(tmp_path, ["model_best.pth"])
-        assert (tmp_path / "model_best.pth").exists()
+        wait_until((folder / "held").exists)
+        for rename in (partial(put_aside, names=["model_best.pth"]), archive_folder):
+            with pytest.raises(RuntimeError, match=f"process {other.pid} "):
+                rename(folder)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert checkpoint_names(folder) == ["model_0000009.pth", "model_best.pth"]
     finally:
         other.kill()
         end(other)
@@ -313,6 +316,7 @@ def test_a_used_folder_is_renamed_whole(tmp_path: Path) -> None:
         assert (tmp_path / aside / "metrics.json").read_text() == str(iteration)
         assert resumed(tmp_path / aside) == iteration
     lock_folder(folder)
+    assert (folder / ".lock").exists()  # the lock is not that of the renamed folder
 
 
 def test_a_folder_without_checkpoints_stays(tmp_path: Path) -> None:
