@@ -56,7 +56,7 @@ from hooktrain.checkpoint.store import Store
 from hooktrain.config import LazyConfig
 from hooktrain.engine import launch
 from hooktrain.events.json_writer import OF_THE_MACHINE, load_json_metrics
-from hooktrain.utils.names import dotted
+from hooktrain.utils.names import check_count, dotted
 from hooktrain.utils.tensors import map_leaves
 
 COMMAND = os.environ.get("HOOKTRAIN_COMMAND")
@@ -329,7 +329,10 @@ def fetched(run: str, into: Path) -> Path:
     if "://" not in run:
         return Path(run)
     store = Store(run, into)
-    for entry in store.look():
+    entries = store.look()
+    if not entries:
+        raise FileNotFoundError(f"{run} has no checkpoint of a run")
+    for entry in entries:
         store.fetch(entry)
     return into
 
@@ -543,6 +546,8 @@ def parse() -> argparse.Namespace:
         return args
     if args.b is None and not (args.overrides or args.python or args.other_ranks):
         parser.error("give RUN_B, or --with, --python or --other-ranks to change RUN_A")
+    for name in ("ranks", "iterations"):
+        check_count(f"--{name}", getattr(args, name))
     if args.b is not None and args.from_checkpoint:
         parser.error(
             "--from-checkpoint is for a run and itself; two runs begin where they agree"
@@ -569,8 +574,9 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
         if sys.argv[1:2] in (["--side"], ["--trace"]):
             raise
-        print(f"{COMMAND or 'compare'}: {error}", file=sys.stderr)
+        text = error.args[0] if isinstance(error, KeyError) else error
+        print(f"{COMMAND or 'compare'}: {text}", file=sys.stderr)
         sys.exit(2)

@@ -129,6 +129,7 @@ class Follower:
             self.rows = load_json_metrics(self.folder / "metrics.json")
         self.passed_over: set[str] = set()  # the names of broken checkpoints
         self.has_looked = False
+        self.is_waiting = False  # for the first checkpoint
         self.has_asked = False
 
     def _claim_folder(self) -> None:
@@ -172,6 +173,12 @@ class Follower:
             )
         found = self._look()
         if not found:
+            if not self.is_waiting:
+                self.is_waiting = True
+                text = (
+                    "There is no checkpoint yet: looking every %g s until there is one"
+                )
+                logger.info(text, self.poll)
             return None, False
         self._ask_for_stop(found[-1])
         done = {row["iteration"] for row in self.rows}

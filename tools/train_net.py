@@ -168,6 +168,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "--dry-run starts a new run: leave out --resume and --eval-only"
         )
+    if args.device_memory and args.ranks is None:
+        raise ValueError("--device-memory needs --dry-run --ranks, such as --ranks 1")
     if args.ranks is not None:
         estimate_rank(cfg, args)
         return {}
@@ -471,6 +473,7 @@ def in_short(error: Exception) -> str:
         str(Path(hooktrain.__file__).parent),
         *sysconfig.get_paths().values(),
         __file__,
+        *(str(Path(__file__).with_name(name)) for name in ("estimate", "follow")),
     )
     places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     yours = [

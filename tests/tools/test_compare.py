@@ -337,10 +337,25 @@ def test_arguments_that_belong_to_the_other_form_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_as_a_command_it_says_which_folder_is_no_run(run: Path, tmp_path: Path) -> None:
-    done = run_program(TOOLS / "compare.py", run, tmp_path)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{empty}"], "{empty}/config.json is missing"),
+        (["file://{empty}/store"], "file://{empty}/store has no checkpoint of a run"),
+        (["nowhere://bucket/run"], "nowhere"),
+        (["--with", "optimizer.lrr=1"], "did you mean 'lr'"),
+        (["--with", "optimizer.lr=1", "--ranks", "0"], "--ranks must be"),
+        (["--with", "optimizer.lr=1", "--iterations", "0"], "--iterations must be"),
+    ],
+)
+def test_as_a_command_it_says_in_a_line_what_is_wrong(
+    arguments: list[str], said: str, run: Path, tmp_path: Path
+) -> None:
+    given = [argument.format(empty=tmp_path) for argument in arguments]
+    done = run_program(TOOLS / "compare.py", run, *given)
     assert done.returncode == 2
-    assert f"{tmp_path}/config.json is missing" in done.stdout
+    assert said.format(empty=tmp_path) in done.stdout
+    assert "Traceback" not in done.stdout
 
 
 def test_the_sides_run_in_interpreters_of_their_own(run: Path) -> None:

@@ -100,7 +100,18 @@ def test_the_command_prints_parts_messages_and_whether_it_fits() -> None:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
 
 
-def test_ranks_without_a_dry_run_are_refused() -> None:
-    done = train("--ranks", "4")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ranks", "4"], "--ranks is for an estimate: add --dry-run"),
+        (["--dry-run", "--device-memory", "1GiB"], "needs --dry-run --ranks"),
+        (["--dry-run", "--ranks", "0"], "--ranks must be at least 1, not 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_in_a_line(
+    options: list[str], said: str
+) -> None:
+    done = train(*options)
     assert done.returncode != 0
-    assert "--ranks is for an estimate: add --dry-run" in done.stdout
+    assert said in done.stdout
+    assert "estimate.py, line" not in done.stdout

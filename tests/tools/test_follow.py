@@ -143,13 +143,15 @@ def test_beside_a_run_it_evaluates_each_checkpoint_as_it_comes(
     folder = tmp_path / "run"
     kill = "hooks=[{'_target_': 'killing.Kill', 'iteration': 6}]"
     following = background(*follow_command(config, folder, "--all"))
-    wait_until((folder / "eval" / "log.txt").exists)
+    log = folder / "eval" / "log.txt"
+    wait_until(lambda: log.exists() and "There is no checkpoint yet" in log.read_text())
     silent = ["dataloader.evaluator=null", "train.best_metric=null"]
     killed = run_program(*train_command(config, folder, *silent, kill))
     assert killed.returncode == -signal.SIGKILL
     wait_until((folder / "eval" / "metrics.json").exists)
     succeed(train_command(config, folder, *silent))
     assert end(following) == 0
+    assert log.read_text().count("There is no checkpoint yet") == 1
     assert results(folder) == []
     found = rows(folder / "eval" / "metrics.json")
     assert [row["iteration"] for row in found] == ITERATIONS
