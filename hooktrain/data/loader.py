@@ -153,7 +153,7 @@ class TrainLoader:
         """
         for name, value in self._identity().items():
             saved = state_dict.get(name)
-            is_adopted = name == "seed" and self.adopt_seed and saved is not None
+            is_adopted = name == "seed" and self.adopt_seed
             if saved != value and not is_adopted:
                 raise ValueError(
                     f"the position in the data is one of a stream with {name}={saved!r}, "

@@ -61,14 +61,14 @@ def lock_folder(folder: AnyPath) -> None:
     except Timeout:
         owner = path.read_text()
         raise RuntimeError(
-            f"the folder {str(folder)!r} is in use by another run (process {owner}); "
+            f"the folder {str(folder)!r} is in use by another run ({owner}, its process and host); "
             "wait for its end, or choose another output folder"
         ) from None
     except OSError as error:
         message = "%s cannot be locked (%s): make sure that no other run writes there"
         logger.warning(message, folder, error)
         return
-    path.write_text(_lock_owner())
+    path.write_text(_owner())
     _locks[path] = lock
     sweep(folder)
 
@@ -80,7 +80,7 @@ def keep_lock(folder: AnyPath) -> None:
         RuntimeError: if another process has locked a folder of that name meanwhile.
     """
     path = Path(folder).resolve() / ".lock"
-    is_there = path.exists() and path.read_text() == _lock_owner()
+    is_there = path.exists() and path.read_text() == _owner()
     if path in _locks and not is_there:
         message = "%s was renamed or deleted meanwhile: the run goes on in a new folder"
         logger.warning(message, folder)
@@ -270,11 +270,8 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
-def _lock_owner() -> str:
-    return f"{os.getpid()} on {socket.gethostname()}"
-
-
 def _owner() -> str:
+    """The process and the host, in the names of temporary files and in locks."""
     return f"hooktrain-{os.getpid()}-{socket.gethostname()}"
 
 

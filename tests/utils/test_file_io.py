@@ -331,7 +331,7 @@ def test_a_folder_in_use_is_refused_until_that_process_is_gone(tmp_path: Path) -
         assert other.stdout is not None
         child = int(other.stdout.readline())
         try:
-            with pytest.raises(RuntimeError, match=f"process {other.pid} "):
+            with pytest.raises(RuntimeError, match=f"-{other.pid}-"):
                 lock_folder(tmp_path)
             other.kill()
             other.wait()
