@@ -15,8 +15,11 @@ else:
         # The import system asks here for packages such as hooktrain.data before it loads them.
         if find_spec(f"hooktrain.{name}"):
             raise AttributeError(name)
-        return getattr(import_module("hooktrain.api"), name)
+        api = import_module("hooktrain.api")
+        if name == "__all__":  # of `from hooktrain import *`
+            return [public for public in dir(api) if public[0] != "_"]
+        return getattr(api, name)
 
     def __dir__() -> set[str]:
         """The names of this module and of :mod:`hooktrain.api`."""
-        return {*globals(), *dir(import_module("hooktrain.api"))}
+        return {*globals(), *__getattr__("__all__")}

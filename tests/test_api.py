@@ -41,6 +41,12 @@ def test_type_checkers_take_each_name_for_one_that_may_be_imported() -> None:
     assert [a.asname for node in IMPORTS for a in node.names] == NAMES
 
 
+def test_a_star_imports_them_all_and_nothing_else() -> None:
+    here: dict[str, object] = {}
+    exec("from hooktrain import *", here)
+    assert here.keys() - {"__builtins__"} == set(NAMES)
+
+
 def test_no_name_hides_a_package() -> None:
     packages = {info.name for info in pkgutil.iter_modules(hooktrain.__path__)}
     assert packages.isdisjoint(NAMES)

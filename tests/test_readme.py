@@ -118,7 +118,7 @@ def test_the_readme_shows_what_its_program_prints(tmp_path: Path) -> None:
     )
     parts = shown.split("...\n")
     table = [line for line in parts[0].splitlines() if re.match(r"\D", line)]
-    assert table == printed[5:12]
+    assert table == printed[4:11]
     lines = "\n".join(map(without_numbers, printed))
     first, middle, last = (
         "\n".join(map(without_numbers, p.splitlines())) for p in parts

@@ -52,7 +52,8 @@ class OptimWrapper:
     Args:
         optimizer: the optimizer. One with a closure, such as LBFGS, is called in a ``run_step``
             of yours.
-        accumulative_counts: the number of backward passes that make one update, at least 1.
+        accumulative_counts: the number of backward passes that make one update, at least 1. A
+            float is refused, since it may be meant for the clipping.
         clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the norm of all
             gradients together, and logs it as ``grad_norm``; ``{"type": "value", "clip_value":
             0.5}`` clips each element.
@@ -65,8 +66,8 @@ class OptimWrapper:
         skipped_updates: how many updates were skipped because gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is not an optimizer or ``clip_grad`` not a dict, or for an
-            unknown key.
+        TypeError: if ``optimizer`` is not an optimizer, ``accumulative_counts`` a float or
+            ``clip_grad`` not a dict, or for an unknown key.
         ValueError: for a count below 1, or for impossible clipping.
     """
 
@@ -79,8 +80,13 @@ class OptimWrapper:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch optimizer: {optimizer!r}")
         check_count("accumulative_counts", accumulative_counts)
+        if isinstance(accumulative_counts, float):
+            raise TypeError(
+                "accumulative_counts must be an int, such as 64 // 16, and "
+                f"clip_grad={{'max_norm': {accumulative_counts!r}}} clips: got a float"
+            )
         self.optimizer = optimizer
-        self.accumulative_counts = int(accumulative_counts)
+        self.accumulative_counts = accumulative_counts
         self.after_backward: Callable[[], None] | None = None
         self.inner_count = 0
         self.prefix = ""

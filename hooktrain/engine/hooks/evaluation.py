@@ -87,7 +87,12 @@ class EvalHook(HookBase):
         self._norm = 0.0  # of the weights that were evaluated last
 
     def before_train(self) -> None:
-        """Find the results of a complete run that is started again."""
+        """Log the period; find the results of a complete run that is started again."""
+        logger.info(
+            "eval_period=%r (a number is one of iterations, 0 is never); also at the end: %s",
+            self._period.every,
+            self._eval_after_train,
+        )
         self.last_results = self._last().get("results", {})
 
     def _last(self) -> Results:

@@ -109,8 +109,6 @@ class LRScheduler(HookBase):
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
                     schedule.load_state_dict(state)
             self._loaded = {}
-        for metric, _ in self._watched:
-            tell_without_evaluation(self, metric)
 
     def _optimizers(self) -> Mapping[str, Any]:
         """The optimizers by name, in wrappers or not; the only one has the name ``""``."""
@@ -135,12 +133,6 @@ class LRScheduler(HookBase):
         Returns:
             The schedule, or the multiplier that is made of it.
         """
-        if not isinstance(scheduler, ParamScheduler | TorchScheduler):
-            raise TypeError(
-                "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
-                "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
-                f"{scheduler!r}"
-            )
         if isinstance(scheduler, ParamScheduler):
             if not self._loaded:
                 _warn_of_new_rates(optimizer)
@@ -153,28 +145,30 @@ class LRScheduler(HookBase):
             )
             _log_rates(scheduler, optimizer)
             scheduler = multiplier
-        if isinstance(scheduler, ReduceLROnPlateau):
+            self.step_every(scheduler, False)
+        elif isinstance(scheduler, ReduceLROnPlateau):
             if self._metric is None:
                 raise ValueError(
                     "ReduceLROnPlateau needs the name of the result that it watches: "
                     "hooks.LRScheduler(scheduler=..., metric='val_loss')"
                 )
             check_mode(scheduler.mode, self._metric)
+            tell_without_evaluation(self, self._metric)
             self._watched.append((self._metric, scheduler.step))
-        else:
-            period = self.step_every(
-                scheduler, self._by_epoch and not isinstance(scheduler, LRMultiplier)
-            )
+        elif isinstance(scheduler, TorchScheduler):
+            period = self.step_every(scheduler, self._by_epoch)
             steps = (self.trainer.max_iter - self.trainer.start_iter) // period
-            if getattr(scheduler, "total_steps", steps) < steps:
+            total_steps = getattr(scheduler, "total_steps", steps)
+            if total_steps < steps:
                 raise ValueError(
-                    f"{type(scheduler).__name__} has total_steps={scheduler.total_steps}, and "
+                    f"{type(scheduler).__name__} has {total_steps=}, and "
                     f"takes {steps} in this run; by_epoch=True counts epochs"
                 )
-            if 1.5 * getattr(scheduler, "T_max", steps) < steps:
+            period_of_cosine = getattr(scheduler, "T_max", steps)
+            if 1.5 * period_of_cosine < steps:
                 logger.warning(
                     "The rate goes up again after T_max=%d steps: by_epoch=True counts epochs",
-                    scheduler.T_max,
+                    period_of_cosine,
                 )
             logger.info(
                 "%s takes %d steps in this run; iterations per step: %d (by_epoch=%s)",
@@ -184,6 +178,12 @@ class LRScheduler(HookBase):
                 self._by_epoch,
             )
             _log_end(scheduler, self.trainer.max_iter // period)
+        else:
+            raise TypeError(
+                "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
+                "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
+                f"{scheduler!r}"
+            )
         self.drive(scheduler, optimizer, "lr")
         return scheduler
 

@@ -51,6 +51,18 @@ def test_it_evaluates_each_period_and_once_at_the_end(
     assert len(calls) == expected
 
 
+@pytest.mark.parametrize("period", [0, 1, "5 epochs"])
+def test_the_log_has_the_period_and_its_units(
+    period: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Idle(EvalHook(period, lambda: {"acc": 1.0}))
+    trainer.epoch_length = 1
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 3)
+    units = "a number is one of iterations, 0 is never"
+    assert f"eval_period={period!r} ({units}); also at the end: True" in caplog.text
+
+
 def test_results_become_metrics_with_slashes() -> None:
     trainer = Idle(EvalHook(2, lambda: {"bbox": {"AP": 1, "AR": 2.5}, "speed": 3}))
     trainer.train(0, 3)
