@@ -141,7 +141,7 @@ def end_of_run(
         logger.info(
             "Nothing is left to train: max_iter=%d is reached. It counts from iteration 0, as "
             "max_epochs does: give more to go on. Another run, such as the next fold, needs a "
-            "folder of its own",
+            "folder of its own, and begins with weights of this one by load_checkpoint()",
             max_iter,
         )
     return max_iter
