@@ -59,7 +59,7 @@ def lock_folder(folder: AnyPath) -> None:
     try:
         lock.acquire()
     except Timeout:
-        owner = path.read_text()
+        owner = path.read_text() or "unknown"  # it has not come to write it
         raise RuntimeError(
             f"the folder {str(folder)!r} is in use by another run ({owner}, its process and host); "
             "wait for its end, or choose another output folder"

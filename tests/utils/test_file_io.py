@@ -333,6 +333,9 @@ def test_a_folder_in_use_is_refused_until_that_process_is_gone(tmp_path: Path) -
         try:
             with pytest.raises(RuntimeError, match=f"-{other.pid}-"):
                 lock_folder(tmp_path)
+            (tmp_path / ".lock").write_text("")  # as right after the other has locked
+            with pytest.raises(RuntimeError, match="process unknown"):
+                lock_folder(tmp_path)
             other.kill()
             other.wait()
             lock_folder(tmp_path)
