@@ -241,7 +241,7 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
         is_called = any(name in names_used(method) for method in callers)
         if is_meant and not is_called and not hasattr(kind.__base__, name):
             logger.warning(
-                "%s.%s is not an event, and the trainer does not call it; the events are %s. A "
+                "%s.%s is not an event, so only code of yours calls it; the events are %s. A "
                 "trainer's own step is run_step(), its own loss compute_loss(data)",
                 kind.__name__,
                 name,

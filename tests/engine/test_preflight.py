@@ -385,7 +385,10 @@ def test_a_method_that_leaves_nothing_out_is_not_told(
     [
         (Forgets, "Forgets.after"),
         (ForgetsConstructor, "ForgetsConstructor.__init__"),
-        (OfLightning, "OfLightning.training_step is not an event"),
+        (
+            OfLightning,
+            "OfLightning.training_step is not an event, so only code of yours",
+        ),
         (StepsLikeLightning, "on_before_optimizer_step is not an event"),
     ],
 )

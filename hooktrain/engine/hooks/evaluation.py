@@ -523,7 +523,7 @@ class EarlyStopping(HookBase):
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:
             self.trainer.request_stop(
-                f"{self._metric} has not improved on {self._best} "
+                f"{self._metric} has not improved on {self._best} by more than min_delta "
                 f"in {self._waited} evaluations"
             )
 
