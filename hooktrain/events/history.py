@@ -104,12 +104,7 @@ class HistoryBuffer:
         if window_size not in self.shown:
             _, last = self._data[-1]
             first = last - window_size + 1
-            newest_first = []
-            for value, iteration in reversed(self._data):
-                if iteration < first:
-                    break
-                newest_first.append(value)
-            self.shown[window_size] = newest_first[::-1]
+            self.shown[window_size] = [value for value, _ in self.since(first)]
         return self.shown[window_size]
 
     def median(self, window_size: int) -> float:

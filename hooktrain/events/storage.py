@@ -373,7 +373,12 @@ class EventStorage:
         for name, history in self._histories.items():
             if history.pending:
                 pending = history.pending
-                if name in _RESERVED and len({i for _, i in pending}) < len(pending):
+                # These are put in each iteration, so the set is made for too many values only.
+                if (
+                    name in _RESERVED
+                    and pending[-1][1] - pending[0][1] < len(pending) - 1
+                    and len({i for _, i in pending}) < len(pending)
+                ):
                     _tell_twice(name)
                 history.extend(history.pending)
                 history.pending.clear()

@@ -126,6 +126,14 @@ def test_what_needs_a_loader_says_so(tmp_path: Path) -> None:
         assert "compute_loss(data)" in caught.value.__notes__[0]
 
 
+def test_a_trainer_has_so_few_attributes_that_python_finds_each_at_once() -> None:
+    trainer = net_trainer()
+    trainer.train(0, 2)
+    # Up to 30 attributes have fixed places; with more a step takes some thousand instructions more.
+    # Two are left for a subclass.
+    assert len(vars(trainer)) <= 28
+
+
 def test_a_prefix_stands_before_every_name() -> None:
     trainer = net_trainer()
     with trainer.storage:

@@ -13,7 +13,7 @@ from loading import load_tool
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="was counted with torch 2.13"
 )
-def test_a_step_takes_less_than_20_percent_more_instructions_than_a_bare_loop(
+def test_a_step_takes_less_than_19_percent_more_instructions_than_a_bare_loop(
     record_property: Callable[[str, object], None],
 ) -> None:
     bare, ours, row = load_tool("benchmark").count_instructions().values()
@@ -21,4 +21,4 @@ def test_a_step_takes_less_than_20_percent_more_instructions_than_a_bare_loop(
         "a step's instructions, in those of a bare loop", f"{ours / bare:.3f}"
     )
     record_property("thousands of instructions of a row of metrics", f"{row:.0f}")
-    assert 1 < ours / bare < 1.2
+    assert 1 < ours / bare < 1.19
