@@ -66,6 +66,22 @@ def test_plateaus_step_after_each_new_value_of_their_metric() -> None:
     assert recorded(trainer) == [1.0] * 4 + [0.25] * 2 + [0.25 * 0.5 * 0.25] * 2
 
 
+def test_plateaus_without_an_evaluation_say_what_they_wait_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    schedulers = [
+        ReduceLROnPlateau(trainer.optimizer),
+        ReduceOnPlateauLR(trainer.optimizer, "acc", rule="greater", by_epoch=False),
+    ]
+    trainer.register_hooks([LRScheduler(scheduler=schedulers, metric="val_loss")])
+    with caplog.at_level("INFO", "hooktrain"):
+        trainer.train(0, 2)
+    for metric in ("val_loss", "acc"):
+        said = f"LRScheduler waits for trainer.after_evaluation({{{metric!r}: ...}})"
+        assert said in caplog.text
+
+
 def test_a_plateau_with_a_range_counts_epochs() -> None:
     trainer = linear_trainer(measure(dict.fromkeys(range(8), 1.0)), lr=1.0)
     scheduler = ReduceOnPlateauLR(
