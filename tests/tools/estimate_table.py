@@ -3,17 +3,14 @@
 python tests/tools/estimate_table.py
 """
 
-import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from estimating import BF16, MODELS, configuration, real_peaks, samples, sharded
+from estimating import BF16, MODELS, configuration, lowest_peak, samples, sharded
 from loading import load_tool
 from tabulate import tabulate
-
-from gloo import run_ranks
 
 COMMON = ("train.accumulative_counts=2", "train.ema.enabled=True")
 PRECISIONS: dict[str, tuple[str, ...]] = {"float32": (), "bfloat16": BF16}
@@ -39,14 +36,7 @@ def measured(
     with tool.pretended(ranks, "cpu") as (fakes, watch):
         tool.Rank(configuration(model, *changes), fakes, watch).look()
         peak = watch.peak
-    real = math.inf
-    for _ in range(1 if ranks == 1 else 3):
-        (found, _), *_ = run_ranks(
-            real_peaks, ranks, model, *changes, limit_seconds=300.0
-        )
-        real = min(real, found)
-        if peak > 0.95 * real:  # else gloo's threads may have kept a tensor for longer
-            break
+    real = lowest_peak(model, ranks, changes, peak)
     return f"{real / 2**20:.2f}", f"{peak / 2**20:.2f}", f"{peak / real - 1:+.1%}"
 
 
