@@ -72,8 +72,9 @@ def test_plateaus_without_an_evaluation_say_what_they_wait_for(
     trainer = linear_trainer()
     schedulers = [
         ReduceLROnPlateau(trainer.optimizer),
-        ReduceOnPlateauLR(trainer.optimizer, "acc", rule="greater", by_epoch=False),
+        ReduceOnPlateauLR(trainer.optimizer, "acc", rule="greater"),
     ]
+    trainer.epoch_length = 1
     trainer.register_hooks([LRScheduler(scheduler=schedulers, metric="val_loss")])
     with caplog.at_level("INFO", "hooktrain"):
         trainer.train(0, 2)
