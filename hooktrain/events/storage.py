@@ -373,15 +373,12 @@ class EventStorage:
         for name, history in self._histories.items():
             if history.pending:
                 pending = history.pending
-                # These are put in each iteration, so the set is made for too many values only.
-                if (
-                    name in _RESERVED
-                    and pending[-1][1] - pending[0][1] < len(pending) - 1
-                    and len({i for _, i in pending}) < len(pending)
-                ):
+                # The trainer puts these in each iteration.
+                iterations = pending[-1][1] - pending[0][1] + 1
+                if name in _RESERVED and len(pending) > iterations:
                     _tell_twice(name)
-                history.extend(history.pending)
-                history.pending.clear()
+                history.extend(pending)
+                pending.clear()
 
     def _fetch_tensors(self) -> None:
         """Replace the pending tensors by their values, in one transfer."""

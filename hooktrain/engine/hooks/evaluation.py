@@ -21,6 +21,7 @@ from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
 from hooktrain.evaluation.evaluator import DatasetEvaluators
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
+from hooktrain.events.json_writer import OF_THE_MACHINE
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.names import Numbers, State, check_count, did_you_mean
@@ -140,9 +141,13 @@ class EvalHook(HookBase):
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        # Times differ on each rank; metrics of one model do not.
-        differ = [o for o in others if o and results.items().isdisjoint(o.items())]
-        if differ:
+        # Times differ on each rank; metrics of one model do not. A NaN is no other value.
+        if any(
+            repr(other.get(name, value)) != repr(value)
+            for name, value in results.items()
+            if not OF_THE_MACHINE.search(name)
+            for other in others
+        ):
             self._warn_once(
                 "The results of the ranks differ, and those of the main process are taken: an "
                 "evaluator gathers what all ranks have, such as by comm.all_gather()"
@@ -348,6 +353,12 @@ class BestCheckpointer(HookBase):
                 raise ValueError(
                     "ema= of BestCheckpointer (best_ema) is not registered, so its average stays "
                     "as it began: register that hook EMA with the trainer too"
+                )
+            if not self._val_metric.startswith("ema/"):
+                logger.info(
+                    "%s has the averaged weights: measure %r inside `with ema.swap():`",
+                    self._file_prefix,
+                    self._val_metric,
                 )
         elif averages:
             if self._val_metric.startswith("ema/"):

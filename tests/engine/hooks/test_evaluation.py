@@ -740,6 +740,20 @@ def test_raw_weights_are_refused_as_the_best_of_an_average(
         assert caplog.text.count("raw weights") == 1
 
 
+@pytest.mark.parametrize(("metric", "is_told"), [("acc", True), ("ema/acc", False)])
+def test_how_to_measure_the_average_that_is_saved_is_told(
+    metric: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    ema = EMA(trainer.model)
+    best = BestCheckpointer(saver, metric, "max", ema=ema)
+    trainer.register_hooks([ema, EvalHook(1, lambda: {metric: 1.0}), best])
+    trainer.train(max_iter=1)
+    assert ("inside `with ema.swap():`" in caplog.text) is is_told
+
+
 def half(outputs: Any, targets: Any) -> float:
     return 0.5
 
@@ -822,6 +836,8 @@ def warnings_of_different_results(results: list[dict[str, float]]) -> int:
         ({"acc": 0.5}, {"acc": 0.5}, False),
         ({"acc": 0.5}, {}, False),
         ({"acc": 0.5, "seconds": 1.0}, {"acc": 0.5, "seconds": 2.0}, False),
+        ({"acc": 0.5, "samples": 4}, {"acc": 0.25, "samples": 4}, True),
+        ({"acc": float("nan")}, {"acc": float("nan")}, False),
     ],
 )
 def test_results_that_no_evaluator_has_gathered_are_told_once(
