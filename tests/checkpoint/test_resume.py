@@ -235,7 +235,7 @@ def test_what_a_run_that_still_trains_has_is_not_renamed(tmp_path: Path) -> None
     try:
         wait_until((folder / "held").exists)
         for rename in (partial(put_aside, names=["model_best.pth"]), archive_folder):
-            with pytest.raises(RuntimeError, match=f"process {other.pid} "):
+            with pytest.raises(RuntimeError, match=f"hooktrain-{other.pid}-"):
                 rename(folder)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
         assert checkpoint_names(folder) == ["model_0000009.pth", "model_best.pth"]

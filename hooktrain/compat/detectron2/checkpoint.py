@@ -279,6 +279,13 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
             self.checkpointer.run_files = list  # its hooks name none
         super()._begin(is_new=is_new)
 
+    def after_step(self) -> None:
+        """Call :meth:`step`, in a trainer of any kind."""
+        if isinstance(self.trainer, TrainerBase):
+            super().after_step()
+        else:
+            self.step(self.trainer.iter)
+
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; wait for the disk."""
         if isinstance(self.trainer, TrainerBase):
