@@ -243,9 +243,9 @@ def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
     """The metric that a hook waits for; None if only another evaluation gives it.
 
     If every ``EvalHook`` has had results, and none of them was the metric, the log says so, since a
-    later evaluation may give it, or a hook of the user. If there is no such hook, a name that is
-    similar to that of a result is misspelt: an error ends the run after the other hooks have seen
-    the iteration.
+    hook of the user may give it, or a later evaluation; without such a hook it is a warning. A name
+    that is similar to that of a result is misspelt then: an error ends the run after the other
+    hooks have seen the iteration.
     """
     hooks = hook.trainer.hooks
     if metric in results or metric in hook.trainer.storage.results():
@@ -258,10 +258,12 @@ def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
         )
         similar = [each for each in results if each in metric or metric in each]
         similar += get_close_matches(metric, results, cutoff=0.8)
-        if similar and not any(map(_is_of_user, hooks)):
+        if any(map(_is_of_user, hooks)):
+            logger.info(problem)
+        elif similar:
             hook.trainer.raise_later(ValueError(problem))
         else:
-            logger.info(problem)
+            logger.warning(problem)
     return None
 
 
