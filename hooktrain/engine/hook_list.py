@@ -34,8 +34,8 @@ def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
     """
     if hook.phase not in PHASES:
         raise ValueError(
-            f"{type(hook).__qualname__}.phase must be one of {PHASES}, not "
-            f"{hook.phase!r}{did_you_mean(str(hook.phase), PHASES)}"
+            f"{type(hook).__qualname__} has an unknown phase {hook.phase!r}"
+            f"{did_you_mean(hook.phase, PHASES)}"
         )
     own = _place(hook)
     earlier = (i for i, each in enumerate(hooks) if _place(each) <= own)

@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +10,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from hooktrain.engine.hook_base import EVENTS
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
@@ -223,7 +223,7 @@ def log_parts(model: nn.Module) -> None:
     )
 
 
-def warn_of_events(kind: type, events: Sequence[str]) -> None:
+def warn_of_events(kind: type) -> None:
     """Warn about methods of a class that look like events, and about events without ``super()``.
 
     Whether a method calls the one of its base class is read from the names in its code, which
@@ -231,11 +231,10 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
 
     Args:
         kind: a class of hooks or of trainers.
-        events: the names of the events.
     """
     for name in vars(kind):
         is_meant = _OF_OTHERS.match(name) or (
-            name[0] != "_" and get_close_matches(name, events, 1, 0.85)
+            name[0] != "_" and get_close_matches(name, EVENTS, 1, 0.85)
         )
         callers = (method for key, method in vars(kind).items() if key != name)
         is_called = any(name in names_used(method) for method in callers)
@@ -245,9 +244,9 @@ def warn_of_events(kind: type, events: Sequence[str]) -> None:
                 "trainer's own step is run_step(), its own loss compute_loss(data)",
                 kind.__name__,
                 name,
-                ", ".join(events),
+                ", ".join(EVENTS),
             )
-    for name in (*events, "__init__"):
+    for name in (*EVENTS, "__init__"):
         used = [names_used(vars(base).get(name)) for base in kind.__mro__]
         # A method that uses no name does nothing, so its call may be left out.
         busy = list(filter(None, used))

@@ -11,7 +11,7 @@ from torch import nn
 from hooktrain import __version__
 from hooktrain.engine.agreement import Agreement, agree_on_run
 from hooktrain.engine.clock import Clock
-from hooktrain.engine.hook_base import EVENTS, HookBase
+from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hook_list import (
     HookReference,
     describe,
@@ -109,7 +109,7 @@ class TrainerBase:
 
     def __new__(cls: type[Trainer], *_args: Any, **_kwargs: Any) -> Trainer:
         """Warn of what a subclass leaves out, such as the call of this class's constructor."""
-        warn_of_events(cls, EVENTS)
+        warn_of_events(cls)
         return super().__new__(cls)
 
     def __init__(self) -> None:
@@ -187,18 +187,19 @@ class TrainerBase:
         """
         if self._run.begun is not None:
             raise RuntimeError("train() is running: no hook or evaluation can call it")
-        start = self.done if start_iter is None else start_iter
-        if start_iter is None and self._broke_off:
-            raise RuntimeError(
-                f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
-                f"or go on as things are: train(start_iter={start})"
-            )
-        max_iter = end_of_run(start, max_iter, max_epochs, self.epoch_length)
-        if start < max_iter:
-            logger.info("Starting training from iteration %d", start)
-        if start != self.done:
-            self.storage = EventStorage(start)
-        self.iter = self.start_iter = start
+        if start_iter is None:
+            start_iter = self.done
+            if self._broke_off:
+                raise RuntimeError(
+                    f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
+                    f"or go on as things are: train({start_iter=})"
+                )
+        max_iter = end_of_run(start_iter, max_iter, max_epochs, self.epoch_length)
+        if start_iter < max_iter:
+            logger.info("Starting training from iteration %d", start_iter)
+        if start_iter != self.done:
+            self.storage = EventStorage(start_iter)
+        self.iter = self.start_iter = start_iter
         self.max_iter = max_iter
         with in_one_thread(), self.storage:
             try:
@@ -499,7 +500,7 @@ class TrainerBase:
                 raise ValueError(
                     f"{hook!r} has a trainer already: make one for each trainer"
                 )
-            warn_of_events(type(hook), EVENTS)
+            warn_of_events(type(hook))
             if phase is not None:
                 hook.phase = phase
             elif self.places_by_phase:

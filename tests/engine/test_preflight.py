@@ -302,10 +302,10 @@ class Base:
     def __init__(self) -> None:
         self.seen = 0
 
-    def after(self) -> None:
+    def after_step(self) -> None:
         self.seen += 1
 
-    def before(self) -> None:
+    def before_step(self) -> None:
         """Does nothing."""
 
 
@@ -319,8 +319,8 @@ def decorated(method: Any) -> Any:
 
 class CallsSuper(Base):
     @decorated
-    def after(self) -> None:
-        super().after()
+    def after_step(self) -> None:
+        super().after_step()
 
 
 class CallsByName(Base):
@@ -329,18 +329,18 @@ class CallsByName(Base):
 
 
 class SwitchesOff(Base):
-    def after(self) -> None:
+    def after_step(self) -> None:
         """Does nothing, on purpose."""
 
 
 class OfNothing(Base):
-    def before(self) -> None:
+    def before_step(self) -> None:
         self.seen = 7
 
 
 class Forgets(Base):
     @decorated
-    def after(self) -> None:
+    def after_step(self) -> None:
         self.seen = 7
 
 
@@ -356,7 +356,7 @@ class CallsItsOwn(Base):
     def on_train_start(self) -> None:
         self.seen = 7
 
-    def before(self) -> None:
+    def before_step(self) -> None:
         self.training_step()
 
 
@@ -376,14 +376,14 @@ class OfLightning(Base):
 def test_a_method_that_leaves_nothing_out_is_not_told(
     kind: type, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_events(kind, ("before", "after"))
+    warn_of_events(kind)
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (Forgets, "Forgets.after"),
+        (Forgets, "Forgets.after_step"),
         (ForgetsConstructor, "ForgetsConstructor.__init__"),
         (
             OfLightning,
@@ -395,7 +395,7 @@ def test_a_method_that_leaves_nothing_out_is_not_told(
 def test_a_method_that_is_not_called_or_lacks_its_super_is_told(
     kind: type, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_events(kind, ("before", "after"))
+    warn_of_events(kind)
     (message,) = caplog.messages
     assert name in message
 
