@@ -61,7 +61,7 @@ def lock_folder(folder: AnyPath) -> None:
     except Timeout:
         owner = path.read_text() or "unknown"  # it has not come to write it
         raise RuntimeError(
-            f"the folder {str(folder)!r} is in use by another run ({owner}, its process and host); "
+            f"the folder {str(folder)!r} is in use by another run (process and host: {owner}); "
             "wait for its end, or choose another output folder"
         ) from None
     except OSError as error:

@@ -334,7 +334,7 @@ def test_a_folder_in_use_is_refused_until_that_process_is_gone(tmp_path: Path) -
             with pytest.raises(RuntimeError, match=f"-{other.pid}-"):
                 lock_folder(tmp_path)
             (tmp_path / ".lock").write_text("")  # as right after the other has locked
-            with pytest.raises(RuntimeError, match="process unknown"):
+            with pytest.raises(RuntimeError, match="host: unknown"):
                 lock_folder(tmp_path)
             other.kill()
             other.wait()
