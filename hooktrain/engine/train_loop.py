@@ -392,19 +392,18 @@ class TrainerBase:
             FloatingPointError: if a loss was not finite.
         """
         self._losses.check(self.done)
-        meta = {
-            **self.meta,
-            "hooktrain": __version__,
-            "torch": str(torch.__version__),
-            "world_size": comm.get_world_size(),
-            "seconds": self.clock.state_dict(),
-        }
         return {
             "iteration": self.done - 1,
             "hooks": hook_states(self._hooks),
             "storage": self.storage.state_dict(),
             "seed": self.seed,
-            "meta": meta,
+            "meta": {
+                **self.meta,
+                "hooktrain": __version__,
+                "torch": str(torch.__version__),
+                "world_size": comm.get_world_size(),
+                "seconds": self.clock.state_dict(),
+            },
         }
 
     def check_state_dict(self, state_dict: State) -> None:

@@ -42,10 +42,6 @@ from hooktrain.utils.tensors import Tensors, mover_to, non_finite, types_of
 
 logger = logging.getLogger(__name__)
 
-_OF_SIMPLE_TRAINER = dict.fromkeys(
-    ("compute_loss", "weight"), "the model computes and weighs losses in its train_step"
-)
-
 
 class ModelTrainer(TrainerBase):
     """The base of trainers that have a model, its data and its optimizer.
@@ -537,7 +533,8 @@ class StepTrainer(ModelTrainer):
 
     def __init_subclass__(cls) -> None:
         if cls.run_step is StepTrainer.run_step:
-            refuse_overrides(cls, _OF_SIMPLE_TRAINER)
+            instead = "the model computes and weighs losses in its train_step"
+            refuse_overrides(cls, {"compute_loss": instead, "weight": instead})
 
     @property
     def can_save(self) -> bool:
