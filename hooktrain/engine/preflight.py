@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.engine.hook_base import EVENTS
+from hooktrain.model.batch_norm import get_bn_modules
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.checks import check_optimizers
@@ -69,12 +70,17 @@ def set_modes(model: nn.Module) -> None:
 
 
 def log_modes(model: nn.Module) -> None:
-    """Log the layers of a model in training mode that stay in evaluation mode."""
+    """Log the layers of a model that stay in evaluation mode, and frozen norms that do not."""
     named = unwrap_model(model).named_modules()
     names = [name for name, module in named if not module.training]
     outer = [name for name in names if name.rpartition(".")[0] not in names]
     if outer and model.training:
         logger.info("Layers that stay in evaluation mode: %s", outer[:10])
+    norms = get_bn_modules(model)
+    if any(norm.affine and not norm.weight.requires_grad for norm in norms):
+        logger.info(
+            "A frozen BatchNorm still updates its statistics: its eval() ends that"
+        )
 
 
 def log_units(trainer: Any) -> None:

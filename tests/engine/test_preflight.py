@@ -501,6 +501,21 @@ def test_layers_in_evaluation_mode_are_told_if_the_model_trains(
     assert len(caplog.messages) == 1
 
 
+def test_frozen_batch_norm_in_training_mode_is_told_since_its_statistics_move(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False))
+    log_modes(model)
+    assert not caplog.messages
+    model[0].requires_grad_(False)
+    log_modes(model)
+    assert "A frozen BatchNorm" in caplog.text
+    model[0].eval()
+    log_modes(model)
+    assert caplog.messages[1:] == ["Layers that stay in evaluation mode: ['0']"]
+
+
 def test_a_buffer_with_infinities_above_0_is_no_mask() -> None:
     model = nn.Module()
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
