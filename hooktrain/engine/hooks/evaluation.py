@@ -350,20 +350,21 @@ class BestCheckpointer(HookBase):
     def _check_average(self) -> None:
         """Refuse an average that nothing updates, and raw weights by the metric of an average."""
         averages = [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
-        if self._ema is not None:
+        is_of_average = self._val_metric.startswith("ema/")
+        if self._ema:
             if self._ema not in averages:
                 raise ValueError(
                     "ema= of BestCheckpointer (best_ema) is not registered, so its average stays "
                     "as it began: register that hook EMA with the trainer too"
                 )
-            if not self._val_metric.startswith("ema/"):
+            if not is_of_average:
                 logger.info(
                     "%s has the averaged weights: measure %r inside `with ema.swap():`",
                     self._file_prefix,
                     self._val_metric,
                 )
         elif averages:
-            if self._val_metric.startswith("ema/"):
+            if is_of_average:
                 raise ValueError(
                     f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would "
                     "be saved: give the hook EMA as ema= (best_ema)"
