@@ -119,9 +119,10 @@ def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
 
         def write() -> None:
             name = _file_of(comm.get_rank())
-            if not temporary.is_dir():
+            # If the folder has vanished, the rank that has made it finds no file to open.
+            if comm.get_rank() and not temporary.is_dir():
                 raise OSError(
-                    f"no {temporary} to write {name} to: the ranks do not share the disk"
+                    f"{temporary} is missing: the ranks do not share the disk"
                 )
             parts, digest = _write_parts(tensors, temporary / name)
             if _digest(temporary / name) != digest:

@@ -604,8 +604,24 @@ def save_to_another_disk(folder: Path) -> str:
 def test_ranks_that_do_not_share_the_disk_are_told(tmp_path: Path) -> None:
     main, other = run_ranks(save_to_another_disk, 2, tmp_path)
     assert main == other
-    assert re.match(r"OSError: no /other\S+ .*__1_0\.distcp.* share the disk", main)
+    assert re.match(r"OSError: /other\S+ is missing.* share the disk", main)
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_vanishes_before_its_files_are_written_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = folders.on_main_process
+
+    def vanish(function: Any, group: Any) -> Any:
+        result = real(function, group)
+        (tmp_path / "out").rename(tmp_path / "gone")
+        return result
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(folders, "on_main_process", vanish)
+    with pytest.raises(FileNotFoundError):
+        save_folder(state_of(1), tmp_path / "out" / "model")
 
 
 def disk_full(*args: Any) -> None:
