@@ -217,7 +217,7 @@ def _warn_of_no_mean(
     if half == 0:
         return
     with suppress(Exception):  # outputs may have no halves, or a half too few samples
-        # Host-device synchronisation, once for each function.
+        # Host-device synchronisation, in each batch until one tells.
         first = float(metric(outputs[:half], targets[:half]))
         second = float(metric(outputs[half:], targets[half:]))
         if first == second == whole:
