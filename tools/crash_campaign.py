@@ -6,23 +6,24 @@ A try is a training of one of the scripts in tools/crash_scripts.py, with one to
 without loader workers, with files or folders of shards, in the foreground or the background. It
 runs in child processes, which tools/crash_faults.py starts and disturbs. Half of the tries, but for
 those of detectron2's script, compute in bfloat16 and accumulate gradients. The core's script also
-reads a stream in half of its tries, and stops early in half of them. Four ranks that write folders
-divide the model twice, two by two (HSDP). ``--ranks 3 4`` draws these numbers only, one as often as
-the other; else one rank or two are drawn in two thirds of the tries. Faults strike a run one after
-the other; after each the same command goes on. In the end its weights, its optimizer, its hooks,
-its best model and its rows of metrics must be those of an undisturbed run, bit for bit, with no
-process and no temporary file left. And the log has to say so: each resume compares the rows that it
-cuts with those that it computes again. Everything random is drawn from ``--seed`` and the number of
-the try; only the moments at which the operating system acts on it differ.
+reads a stream in half of its tries, stops early in half of them, and in half of them it divides the
+model among its ranks (FSDP). Four ranks that write folders divide it twice, two by two (HSDP).
+``--ranks 3 4`` draws these numbers only, one as often as the other; else one rank or two are drawn
+in two thirds of the tries. Faults strike a run one after the other; after each the same command
+goes on. In the end its weights, its optimizer, its hooks, its best model and its rows of metrics
+must be those of an undisturbed run, bit for bit, with no process and no temporary file left. And
+the log has to say so: each resume compares the rows that it cuts with those that it computes again.
+Everything random is drawn from ``--seed`` and the number of the try; only the moments at which the
+operating system acts on it differ.
 
 With ``--lose-machine`` the scripts have a store beside their disk. The faults are those of
 machines: the processes are killed and the folder is deleted, at any time or at a request to the
 store; requests fail or are slow; another machine goes on with the run while the first one still
 does. In the end the store alone must hold the run, and nothing that rotation should have taken. In
-every third try the machines have 4, 3, 2 or 1 ranks; then the samples and the rows are compared.
-Every third try is of a script that uses compat's trainers.
-The store is a folder; with ``--s3`` it is a server that speaks S3, behind a proxy that also cuts
-requests and answers, sends requests twice and lists late (``pip install -e '.[store-server]'``).
+every third try the machines have 4, 3, 2 or 1 ranks, with DDP or FSDP; then the samples and the
+rows are compared. Every third try is of a script that uses compat's trainers. The store is a
+folder; with ``--s3`` it is a server that speaks S3, behind a proxy that also cuts requests and
+answers, sends requests twice and lists late (``pip install -e '.[store-server]'``).
 """
 
 import argparse
@@ -189,8 +190,9 @@ class Campaign:
         It depends neither on where a checkpoint is written nor, but for a stream, on workers.
         """
         workers = variant.workers if variant.streams else 0
+        fsdp = variant.fsdp and variant.ranks > 1
         changed = {"background": False, "store": "", "port": 0}
-        variant = replace(variant, workers=workers, **changed)
+        variant = replace(variant, workers=workers, fsdp=fsdp, **changed)
         with self._lock:
             if variant not in self._undisturbed:
                 folder = self.folder / f"undisturbed-{len(self._undisturbed)}"
@@ -206,11 +208,11 @@ class Campaign:
         """What a try trains."""
         flags = (False, True)
         script = TURNS[number % len(TURNS)]
-        # Streams and early stops are the core's.
+        # Streams, early stops and the choice of FSDP are the core's.
         further = flags if script == "core" else (False,)
         # detectron2 has neither bfloat16 nor accumulation.
         mixed = flags if script != "DefaultTrainer" else (False,)
-        choices = product(self.ranks, (0, 2), flags, flags, further, further, mixed)
+        choices = product(self.ranks, (0, 2), flags, flags, *[further] * 3, mixed)
         return Variant(script, *draw.choice(list(choices)))
 
     def disturb(
@@ -343,8 +345,8 @@ class LostMachines(Campaign):
             script = ("DefaultTrainer", "StepTrainer")[number // 3 % 2]
             parts = draw.choice(list(product(self.ranks, (0, 2), flags, flags)))
             mixed = script == "StepTrainer" and draw.random() < 0.5
-            return Variant(script, *parts, False, False, mixed, *place)
-        choices = list(product(self.ranks, (0, 2), *[flags] * 5))
+            return Variant(script, *parts, False, False, False, mixed, *place)
+        choices = list(product(self.ranks, (0, 2), *[flags] * 6))
         variant = Variant("core", *draw.choice(choices), *place)
         if number % 3 == 0:
             return variant
@@ -385,7 +387,8 @@ class LostMachines(Campaign):
     ) -> tuple[int, bool]:
         """Start a run on a machine that is lost, or whose store fails."""
         if variant.ranks_change:
-            variant = replace(variant, ranks=draw.choice((4, 2, 3, 1)))
+            ranks, fsdp = draw.choice((4, 2, 3, 1)), draw.choice((False, True))
+            variant = replace(variant, ranks=ranks, fsdp=fsdp)
         if fault.startswith("another machine"):
             return self.two_machines(folder, variant, seconds, draw)
         log = Path(f"{folder}.log")

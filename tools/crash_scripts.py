@@ -58,6 +58,8 @@ class Variant:
         background: save in the background.
         streams: read the data as a stream, which torchdata continues.
         stops_early: end when an evaluation has brought no improvement.
+        fsdp: divide the model among the ranks, if there are several, in the core's script. Those of
+            MMEngine do so if they save folders of shards.
         mixed: compute in bfloat16, and accumulate gradients.
         store: the address of a store, or "".
         port: of the server of an ``s3://`` store.
@@ -71,6 +73,7 @@ class Variant:
     background: bool
     streams: bool = False
     stops_early: bool = False
+    fsdp: bool = False
     mixed: bool = False
     store: str = ""
     port: int = 0
@@ -167,11 +170,11 @@ def core(folder: str, variant: Variant) -> None:
         options["train.accumulative_counts"] = 2
     if variant.store:
         options["train.store"] = variant.store
-    if variant.is_hybrid:
+    if variant.ranks > 1 and (variant.fsdp or variant.is_hybrid):
         options["train.strategy"] = {
             "_target_": "hooktrain.strategy.FSDPStrategy",
-            "mesh": HYBRID,
-            "saves_shards": True,
+            "mesh": HYBRID if variant.is_hybrid else None,
+            "saves_shards": variant.sharded,
         }
     if variant.streams:
         name = f"{stream_loader.__module__}.{stream_loader.__qualname__}"

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,24 @@ def test_a_third_of_the_tries_has_three_ranks_or_four_and_some_divide_them_twice
     hybrid = {each.script for each in usual if each.is_hybrid}
     assert hybrid == set(tool.SCRIPTS)
     assert {each.ranks for each in drawn(ranks=[3, 4])} == {3, 4}
+
+
+def test_machines_that_are_lost_train_in_bfloat16_with_ddp_and_fsdp(
+    tool: Any, tmp_path: Path
+) -> None:
+    campaign = tool.LostMachines(1, 0, tmp_path, ranks=[2, 3])
+    draw = tool.random.Random(1)
+    drawn = [campaign.variant(i, tmp_path, draw) for i in range(0, 600, 3)]
+    assert {(each.fsdp, each.mixed, each.sharded) for each in drawn} == {
+        *product((False, True), repeat=3)
+    }
+    # And a run does so.
+    variant = tool.Variant("core", 2, 0, False, False, fsdp=True, mixed=True)
+    assert tool.run(tmp_path / "out", variant) == (0, False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["train"]
+    assert config["strategy"]["_target_"].endswith("FSDPStrategy")
+    assert config["amp"]["dtype"] == "bfloat16"
+    assert config["accumulative_counts"] == 2
 
 
 def count_ranks(rank: int, folder: str) -> None:
