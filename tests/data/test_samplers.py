@@ -1,6 +1,7 @@
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,12 @@ def test_each_epoch_is_a_permutation_of_its_own() -> None:
     assert take(TrainingSampler(3, shuffle=False, seed=0), 7) == [0, 1, 2, 0, 1, 2, 0]
     with pytest.raises(ValueError, match="at least 1, but got 0"):
         TrainingSampler(0)
+
+
+def test_a_seed_of_numpy_is_kept_as_a_number_of_python() -> None:
+    sampler = TrainingSampler(10, seed=np.int64(0))  # type: ignore[arg-type]
+    assert take(sampler, 10) == [2, 1, 7, 8, 6, 0, 3, 5, 9, 4]
+    assert type(sampler.seed) is int  # as a checkpoint needs it
 
 
 @pytest.fixture(params=["drawn", "in order", "repeated"])
@@ -90,6 +97,7 @@ def test_inference_shards_are_nearly_equal(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def shares() -> tuple[list[int], int, list[int]]:
+    torch.manual_seed(comm.get_rank())
     drawn = TrainingSampler(10)
     return take(TrainingSampler(10, seed=7), 6), drawn.seed, list(InferenceSampler(5))
 
@@ -98,5 +106,6 @@ def test_ranks_take_turns_in_one_stream() -> None:
     first, second = run_ranks(shares, 2)
     merged = [i for pair in zip(first[0], second[0], strict=True) for i in pair]
     assert merged == take(TrainingSampler(10, seed=7), 12)
-    assert first[1] == second[1]
+    torch.manual_seed(0)  # as on rank 0
+    assert first[1] == second[1] == int(torch.randint(2**31, ()))
     assert (first[2], second[2]) == ([0, 1, 2], [3, 4])

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -341,6 +342,32 @@ def test_a_folder_in_use_is_refused_until_that_process_is_gone(tmp_path: Path) -
             lock_folder(tmp_path)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+FORKED = """
+import os, sys
+from hooktrain.utils.file_io import lock_folder
+lock_folder(sys.argv[1])
+if os.fork() == 0:
+    lock_folder(sys.argv[1])
+os.wait()
+"""
+
+
+def test_a_forked_child_does_not_have_the_lock_of_its_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    assert b"in use by another run" in subprocess.run(command, capture_output=True).stderr
+
+
+def test_the_threads_of_a_process_share_its_lock(tmp_path: Path) -> None:
+    take = "import sys; from hooktrain.utils.file_io import *; lock_folder(sys.argv[1])"
+    command = [sys.executable, "-c", take, str(tmp_path)]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lock_folder, tmp_path).result()
+        lock_folder(tmp_path)
+        assert b"in use" in subprocess.run(command, capture_output=True).stderr
+        unlock_folder(tmp_path)
+        assert subprocess.run(command, capture_output=True).stderr == b""
 
 
 def test_the_same_process_may_lock_again_until_it_unlocks(tmp_path: Path) -> None:
