@@ -34,6 +34,7 @@ def test_a_line_has_what_is_new_at_an_iteration(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "metrics.json"
     writer = JSONWriter(str(path), window_size=3)
     with EventStorage() as storage:
+        writer.rewind(0)
         writer.write()
         writer.close()
         assert not path.parent.exists()
@@ -149,6 +150,16 @@ def test_a_run_that_starts_later_keeps_the_complete_lines_before_it(
     assert sorted(p.name for p in path.parent.iterdir()) == [".lock", "metrics.json"]
 
 
+def test_a_row_follows_one_whose_end_of_line_was_lost(path: Path) -> None:
+    path.write_text('{"a": 1.0, "iteration": 0}')
+    writer = JSONWriter(path)
+    with EventStorage(1) as storage:
+        writer.rewind(1)
+        storage.put_scalar("a", 2.0)
+        writer.write()
+    assert lines(path) == [{"a": 1.0, "iteration": 0}, {"a": 2.0, "iteration": 1}]
+
+
 def run(
     path: Path,
     start: int,
@@ -256,6 +267,21 @@ def test_the_first_value_that_differs_after_a_resume_is_named_without_blame(
     assert "configuration" in warning
 
 
+def test_a_run_that_begins_anew_is_not_compared_with_rows_that_its_writer_has_cut(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text('{"a": 1.0, "iteration": 1}\n')
+    writer = JSONWriter(path)
+    with EventStorage() as storage, caplog.at_level(logging.INFO):
+        writer.rewind(1)  # it resumes, and fails before it writes
+        caplog.clear()
+        writer.rewind(0)
+        for storage.iter in range(2):
+            storage.put_scalar("a", 2.0)
+            writer.write()
+    assert caplog.messages == []
+
+
 def test_a_metric_that_a_resumed_run_no_longer_writes_is_named(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -335,6 +361,22 @@ def test_what_was_written_right_after_a_save_stays(stop: int, path: Path) -> Non
     run(path, 40, 100, storage)
     assert path.read_text() == whole.read_text()
     assert [line["iteration"] for line in lines(path) if "after" in line] == [39]
+
+
+def test_a_result_that_came_once_more_around_a_save_is_there_twice(path: Path) -> None:
+    state: dict[str, Any] = {}
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        for _ in range(2):
+            storage.put_results({"accuracy": 1.0}, 0)
+            state = storage.state_dict()
+            writer.write()
+    twice = path.read_text()
+    with EventStorage() as storage:
+        storage.load_state_dict(state)
+        JSONWriter(path).rewind(1)
+    assert path.read_text() == twice
+    assert lines(path) == [{"accuracy": 1.0, "iteration": 0}] * 2
 
 
 @pytest.mark.parametrize("left", [0, 100, None])

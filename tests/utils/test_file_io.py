@@ -356,7 +356,9 @@ os.wait()
 
 def test_a_forked_child_does_not_have_the_lock_of_its_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKED, str(tmp_path)]
-    assert b"in use by another run" in subprocess.run(command, capture_output=True).stderr
+    assert (
+        b"in use by another run" in subprocess.run(command, capture_output=True).stderr
+    )
 
 
 def test_the_threads_of_a_process_share_its_lock(tmp_path: Path) -> None:
