@@ -29,7 +29,7 @@ from hooktrain.checkpoint.resume import (
 from hooktrain.checkpoint.store import Entry, Store
 from hooktrain.engine import default_setup, hooks
 from hooktrain.engine.build import build_evaluation, prepare_model
-from hooktrain.engine.hooks.evaluation import is_better
+from hooktrain.engine.hooks.evaluation import find_average, is_better
 from hooktrain.engine.hooks.preemption import STOP_FILE
 from hooktrain.evaluation.testing import as_numbers
 from hooktrain.events import EventStorage, load_json_metrics
@@ -140,10 +140,8 @@ class Follower:
     def _keeper_of_best(self) -> hooks.BestCheckpointer:
         """The hook by which a run keeps its best model, here without a trainer."""
         assert self.metric is not None
-        ema = self.ema if self.metric.startswith("ema/") else None
-        best = hooks.BestCheckpointer(
-            self.checkpointer, self.metric, self.mode, ema=ema
-        )
+        best = hooks.BestCheckpointer(self.checkpointer, self.metric, self.mode)
+        best.ema = find_average(self.metric, [self.ema] if self.ema else [])
         best.read_best()
         return best
 

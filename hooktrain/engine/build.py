@@ -196,7 +196,6 @@ def build_hooks(
     ema = None
     if train.ema.enabled:
         ema = hooks.EMA(model, train.ema.decay)
-    is_of_average = str(train.best_metric).startswith("ema/")  # see build_evaluation
     found = default_hooks(
         scheduler=instantiate(cfg.get("lr_multiplier")),
         checkpointer=checkpointer,
@@ -206,7 +205,6 @@ def build_hooks(
         eval_period=train.eval_period,
         best_metric=train.best_metric,
         best_mode=train.best_mode,
-        best_ema=ema if is_of_average else None,
         writers=[
             *default_writers(train.output_dir),
             *instantiate(cfg.get("writers", [])),

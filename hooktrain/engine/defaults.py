@@ -258,7 +258,6 @@ def default_hooks(
     eval_period: PeriodLike = 0,
     best_metric: str | None = None,
     best_mode: str | None = None,
-    best_ema: hooks.EMA | None = None,
     restore_best_weights: bool = False,
     writers: Sequence[EventWriter] | None = None,
     log_period: PeriodLike = 20,
@@ -276,10 +275,9 @@ def default_hooks(
         max_to_keep: the number of periodic checkpoints to keep; None keeps all.
         eval_function: see :class:`hooktrain.engine.hooks.EvalHook`; None never evaluates.
         eval_period: the period of evaluations; 0 evaluates at the end only.
-        best_metric: the metric that chooses ``model_best.pth``; None keeps no best model.
+        best_metric: the metric that chooses ``model_best.pth``; None keeps no best model. One whose
+            name begins with ``"ema/"`` is of the averaged weights of the registered hook ``EMA``.
         best_mode: ``"max"`` or ``"min"``; see :class:`hooktrain.engine.hooks.BestCheckpointer`.
-        best_ema: the hook whose averaged weights go into ``model_best.pth``; None saves the raw
-            weights.
         restore_best_weights: whether the model has these weights when the run has ended.
         writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`. None makes those of
             :func:`default_writers`, to the folder of the Checkpointer, if it has one.
@@ -306,7 +304,6 @@ def default_hooks(
                     checkpointer,
                     best_metric,
                     best_mode,
-                    ema=best_ema,
                     restore_best_weights=restore_best_weights,
                 )
             )

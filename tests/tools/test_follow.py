@@ -159,19 +159,29 @@ def test_beside_a_run_it_evaluates_each_checkpoint_as_it_comes(
     assert found == results(tmp_path / "by itself")
 
 
+@pytest.mark.parametrize(
+    "metric", ["classification/val_loss", "ema/classification/val_loss"]
+)
 def test_the_best_model_is_kept_with_its_value_and_the_state_of_the_trainer(
-    config: Path, run: Path
+    config: Path, run: Path, metric: str
 ) -> None:
-    best = ["train.best_metric=classification/val_loss", "train.best_mode=min"]
+    best = [f"train.best_metric={metric}", "train.best_mode=min"]
     succeed(follow_command(config, run, "--all", *best))
     kept = read_checkpoint(str(run / "eval" / "model_best.pth"))
-    values = {r["classification/val_loss"]: r["iteration"] for r in results(run)}
+    values = {r[metric]: r["iteration"] for r in results(run)}
     assert kept["best"] == {
-        "metric": "classification/val_loss",
+        "metric": metric,
         "best_metric": min(values),
         "best_iter": values[min(values)],
     }
     assert kept["iteration"] == kept["trainer"]["iteration"] == values[min(values)]
+    average = kept["trainer"]["hooks"]["EMA"]
+    is_average = [
+        torch.equal(weight, average[f"module.{name}"])
+        for name, weight in kept["model"].items()
+        if name.endswith("weight")
+    ]
+    assert is_average == [metric.startswith("ema/")] * len(is_average)
     own = [*follow_command(config, run / "eval", *best)]
     printed = succeed([each for each in own if each != "--follow"] + ["--best"])
     assert f"val_loss of the run was {min(values):.4g}" in printed

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from difflib import get_close_matches
@@ -272,6 +273,29 @@ def _is_of_user(hook: HookBase) -> bool:
     return kind is CallbackHook or not kind.__module__.startswith("hooktrain.")
 
 
+def find_average(metric: str, hooks: Iterable[HookBase]) -> EMA | None:
+    """The hook EMA whose averaged weights a metric ``"ema/..."`` is of; None for another metric.
+
+    Raises:
+        ValueError: if there is no such hook, or if there are several.
+    """
+    averages = [hook for hook in hooks if isinstance(hook, EMA)]
+    if metric.startswith("ema/"):
+        if len(averages) != 1:
+            raise ValueError(
+                f"{metric!r} is a metric of averaged weights, which needs one registered hook EMA "
+                f"(train.ema.enabled in a configuration), not {len(averages)}"
+            )
+        return averages[0]
+    if averages:
+        logger.info(
+            "The best model has the raw weights, chosen by %r: name the metric of averaged ones "
+            "ema/...",
+            metric,
+        )
+    return None
+
+
 class BestCheckpointer(HookBase):
     """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
 
@@ -284,10 +308,10 @@ class BestCheckpointer(HookBase):
 
     Args:
         checkpointer: the Checkpointer to save with.
-        val_metric: the name of a result, such as ``"classification/accuracy"``.
+        val_metric: the name of a result, such as ``"classification/accuracy"``. If it begins with
+            ``"ema/"``, the averaged weights of the registered hook ``EMA`` are saved as the model.
         mode: ``"max"`` if more is better, ``"min"`` if less is.
         file_prefix: the name of the file, without ``.pth``.
-        ema: a hook whose averaged weights are saved as the model, where the metric is theirs.
         restore_best_weights: whether the model has the best weights after a run that has come to
             its end, early or not. Its last checkpoint has the last ones, from which a run goes on:
             load it before ``train`` is called again.
@@ -295,13 +319,13 @@ class BestCheckpointer(HookBase):
     Attributes:
         best_metric: the best value so far, or None.
         best_iter: the iteration that it was measured at, or None.
+        ema: the hook whose averaged weights are saved, or None; found when a run begins.
 
     Raises:
         TypeError: if ``checkpointer`` is something else.
-        ValueError: for another mode, or an impossible ``file_prefix``; when a run begins, if
-            ``ema`` is not registered, or is not given for a metric ``"ema/..."`` of a registered
-            average; in a run, if the first results have a similar name in place of the metric's.
-            What was trained is saved first.
+        ValueError: for another mode, or an impossible ``file_prefix``; when a run begins, if a
+            metric ``"ema/..."`` has no registered hook ``EMA``, or several; in a run, if the first
+            results have a similar name in place of the metric's. What was trained is saved first.
     """
 
     phase = "save"
@@ -313,7 +337,6 @@ class BestCheckpointer(HookBase):
         mode: str | None = None,
         file_prefix: str = "model_best",
         *,
-        ema: EMA | None = None,
         restore_best_weights: bool = False,
     ) -> None:
         check_saver(checkpointer, file_prefix)
@@ -329,7 +352,7 @@ class BestCheckpointer(HookBase):
         if restore_best_weights:
             self.phase = "end"  # after the last checkpoint
         self._restores = restore_best_weights
-        self._ema = ema
+        self.ema: EMA | None = None
         self.best_metric: float | None = None
         self.best_iter: int | None = None
 
@@ -340,39 +363,12 @@ class BestCheckpointer(HookBase):
         folder if it saves files.
         """
         tell_without_evaluation(self, self._val_metric)
-        self._check_average()
+        self.ema = find_average(self._val_metric, self.trainer.hooks)
         if self._checkpointer.save_to_disk:
             is_new = self.trainer.start_iter == 0
             earlier = [self._other, self._name] if is_new else [self._other]
             put_aside(self._checkpointer.save_dir, earlier)
         self.read_best()
-
-    def _check_average(self) -> None:
-        """Refuse an average that nothing updates, and raw weights by the metric of an average."""
-        averages = [hook for hook in self.trainer.hooks if isinstance(hook, EMA)]
-        is_of_average = self._val_metric.startswith("ema/")
-        if self._ema:
-            if self._ema not in averages:
-                raise ValueError(
-                    "ema= of BestCheckpointer (best_ema) is not registered, so its average stays "
-                    "as it began: register that hook EMA with the trainer too"
-                )
-            if not is_of_average:
-                logger.info(
-                    "%s has the averaged weights: measure %r inside `with ema.swap():`",
-                    self._file_prefix,
-                    self._val_metric,
-                )
-        elif averages:
-            if is_of_average:
-                raise ValueError(
-                    f"{self._val_metric!r} is a metric of averaged weights, but the raw ones would "
-                    "be saved: give the hook EMA as ema= (best_ema)"
-                )
-            logger.info(
-                "%s has the raw weights; for their average give the hook EMA as ema= (best_ema)",
-                self._file_prefix,
-            )
 
     def read_best(self) -> None:
         """Take the best value from the file or folder, if it has one.
@@ -426,7 +422,7 @@ class BestCheckpointer(HookBase):
 
     def save(self, **content: Any) -> None:
         """Save the model as the best one, with its value and more for ``Checkpointer.save``."""
-        with self._ema.swap() if self._ema else nullcontext():
+        with self.ema.swap() if self.ema else nullcontext():
             self._checkpointer.save(
                 self._file_prefix, tag=False, best=self.state_dict(), **content
             )
