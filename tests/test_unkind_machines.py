@@ -18,6 +18,7 @@ import torch
 import processes
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import files_to_delete, names_to_resume
+from hooktrain.config import LazyConfig
 from hooktrain.engine import hooks
 from hooktrain.events import JSONWriter, load_json_metrics
 from processes import end, run_program, start
@@ -56,6 +57,39 @@ def test_a_disk_that_is_full_for_the_log_alone_ends_no_run(tmp_path: Path) -> No
     assert run_program(*train(tmp_path / "free")).returncode == 0
     assert losses(tmp_path / "full") == losses(tmp_path / "free")
     assert (tmp_path / "full" / "model_final.pth").exists()
+
+
+# Of globs, URLs, formats, shells and overrides.
+ODD = "größe 数据 #%d%(x)s [1]*?{y}$HOME 'q' back\\slash =,;~ new\nline"
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["file", "folder"])
+def test_a_folder_and_a_store_may_have_any_name(
+    is_sharded: bool, tmp_path: Path
+) -> None:
+    folder, store = tmp_path / ODD / "run", tmp_path / ODD / "store"
+    options = [f"train.store={store}", f"train.checkpointer.sharded={is_sharded}"]
+    first = run_program(*train(folder, *options))
+    assert first.returncode == 0, first.stdout
+    assert "WARNING" not in first.stdout
+    shutil.rmtree(folder)
+    again = run_program(*train(folder, *options, "train.max_iter=5", "--resume"))
+    assert again.returncode == 0, again.stdout
+    assert "Starting training from iteration 4" in again.stdout
+    assert len(losses(folder)) == 5
+
+
+def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_its_log_and_configuration(
+    tmp_path: Path,
+) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/gr\xf6\xdfe"))  # latin-1
+    run = run_program(*train(folder))
+    assert run.returncode == 0, run.stdout
+    assert "Logging error" not in run.stdout
+    log = (folder / "log.txt").read_text()
+    assert r"Saving checkpoint to " in log
+    assert r"gr\udcf6\udcdfe/model_final.pth" in log
+    assert LazyConfig.load(folder / "config.json").train.output_dir == str(folder)
 
 
 def start_at(moment: Path, output: Path, command: list[str]) -> None:

@@ -171,13 +171,13 @@ class LazyConfig:
             elif "'__main__" in line:
                 logger.warning(_OF_THE_SCRIPT, line)
         with atomic_write(filename) as file:
-            file.write(LazyConfig.to_json(cfg).encode())
+            # A path may have bytes that are no UTF-8, for which Python has surrogates.
+            file.write(LazyConfig.to_json(cfg).encode("utf-8", "surrogatepass"))
 
     @staticmethod
     def to_json(cfg: ConfigDict) -> str:
         """The JSON text that :meth:`save` writes."""
-        written = restore_references(cfg.copy())
-        data = to_data(written)
+        data = to_data(restore_references(cfg.copy()))
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @staticmethod

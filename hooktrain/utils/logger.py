@@ -105,7 +105,11 @@ def setup_logger(
         terminal.setLevel(LEVELS[level])
         logger.addHandler(terminal)
     if output is not None:
-        file = _FileHandler(_log_file(output, distributed_rank), encoding="utf-8")
+        file = _FileHandler(
+            _log_file(output, distributed_rank),
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
         line = "[%(asctime)s] %(name)s %(levelname)s: %(message)s"
         file.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
         logger.addHandler(file)
@@ -115,7 +119,7 @@ def setup_logger(
 def _log_file(output: AnyPath, rank: int) -> Path:
     path = Path(on_disk(output))
     if path.suffix not in (".txt", ".log"):
-        path = path / "log.txt"
+        path /= "log.txt"
     # More files than these would burden the file system.
     if rank >= 128:
         return Path(os.devnull)
