@@ -112,9 +112,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         RuntimeError: if another run is using the output folder.
         KeyError: for a configuration without ``train``, such as detectron2's older ones, which
             ``default_setup`` of ``hooktrain.compat.detectron2`` takes.
-        ValueError: for an output folder that is an address such as ``s3://...``; for a
-            ``train.init_checkpoint`` in a folder that would be renamed; if the seed of the run to
-            resume is not known, since its ``config.json`` is missing or damaged.
+        ValueError: for an output folder that is an address such as ``s3://...``, or for a
+            ``train.init_checkpoint`` in a folder that would be renamed.
         OSError: if the folder cannot be written to.
     """
     train = cfg["train"]
@@ -193,21 +192,17 @@ def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
         earlier: the text of its ``config.json``.
     """
     seed, run_id = train.get("seed"), train.get("run_id")
-    is_drawn = seed is None or seed < 0
     saved: dict[str, Any] = {}
     try:
         saved = dict(json.loads(earlier)["train"])
     except (ValueError, LookupError, TypeError):
         if folder and checkpoint_names(folder):
-            if is_drawn:
-                raise ValueError(
-                    f"config.json in {folder!r} is missing or damaged, so the seed that the run "
-                    "has drawn is not known: give train.seed=0, and the error of the resume has "
-                    "the right one"
-                ) from None
-            if run_id is None:
-                logger.warning("config.json is missing or damaged: train.run_id is new")
-    if is_drawn:
+            logger.warning(
+                "config.json in %r is missing or damaged: a train.seed or train.run_id that is not "
+                "given is new. If the run needs its old seed, the error of the resume names it",
+                folder,
+            )
+    if seed is None or seed < 0:
         seed = saved.get("seed")
     return seed, run_id or saved.get("run_id") or uuid4().hex
 
