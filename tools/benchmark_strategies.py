@@ -56,7 +56,7 @@ def run(
             "train.eval_period=0",
             "train.best_metric=null",
             f"train.output_dir={folder}",
-            *(["~hooks"] if "hooks" in LazyConfig.load(args.config_file) else []),
+            *(["hooks=[]"] if "hooks" in LazyConfig.load(args.config_file) else []),
         ]
         command = [
             *launcher,

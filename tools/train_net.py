@@ -487,10 +487,14 @@ def in_short(error: Exception) -> str:
 
 
 def extra_hint(error: Exception) -> str:
-    """How to delete an argument, or to install a package of an extra of hooktrain."""
+    """How to omit an argument, or to install a package of an extra of hooktrain."""
     unexpected = re.search("unexpected keyword argument '(.+)'", str(error))
     if unexpected:
-        return f"\nTo take it away: ~KEY.{unexpected[1]}, such as ~optimizer.{unexpected[1]}"
+        return (
+            f"\nTo leave {unexpected[1]} out, write the call whole, such as "
+            "optimizer={'_target_': 'torch.optim.AdamW', 'lr': 0.001, "
+            "'params': {'_target_': 'hooktrain.solver.get_default_optimizer_params'}}"
+        )
     if not isinstance(error, ModuleNotFoundError):
         return ""
     name = str(error.name).partition(".")[0].replace("PIL", "pillow")

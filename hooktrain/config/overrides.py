@@ -27,9 +27,7 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
       literal (number, quoted text, list, tuple, dict), one of true, false, none, null in any case,
       or else a string. It replaces the old value; dicts are not merged. To replace anything but a
       string or None, a string needs quotes, except periods such as ``1 epoch`` or ``10 minutes``.
-    - ``+a.b=3`` sets a key that need not exist, and adds the missing dicts on its path. With its
-      length as the index, it appends to a list.
-    - ``~a.b`` deletes a key or a list item.
+    - ``+a.b=3`` sets a key that need not exist, and adds the missing dicts on its path.
     - ``a.items.0=3`` changes a list item; ``a='${b.c}'`` sets a reference.
 
     Args:
@@ -52,16 +50,11 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 
 
 def _apply(cfg: ConfigDict, override: str) -> None:
-    adds = override.startswith("+")
-    deletes = override.startswith("~")
-    change = override
-    if adds or deletes:
-        change = override[1:]
-    path, equals, text = change.partition("=")
+    path, equals, text = override.removeprefix("+").partition("=")
     parts = path.split(".")
-    if not all(parts) or bool(equals) == deletes:
+    if not all(parts) or not equals:
         raise ValueError(
-            "an override is 'key=value', '+key=value' or '~key', with a key like "
+            "an override is 'key=value' or '+key=value', with a key like "
             f"'train.max_iter', not {override!r} (--resume takes no path: it goes on in "
             "train.output_dir; weights alone are train.init_checkpoint=PATH)"
         )
@@ -72,12 +65,7 @@ def _apply(cfg: ConfigDict, override: str) -> None:
         if isinstance(node, dict):
             node.setdefault(key, {})
         node = node[key]
-    if adds and isinstance(node, list) and last == str(len(node)):
-        node.append(None)
     key = _find(cfg, node, last, override)
-    if deletes:
-        del node[key]
-        return
     value = parse_value(text)
     if value == text:
         _check_text(node, key, override)

@@ -80,7 +80,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add(
         "opts",
         nargs="*",
-        help="changes of the configuration, each as key.subkey=value, +new.key=value or ~key",
+        help="changes of the configuration, each as key.subkey=value or +new.key=value",
     )
     return parser
 

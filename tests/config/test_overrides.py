@@ -49,15 +49,15 @@ def test_overrides_apply_in_order_to_the_config_itself() -> None:
 
 
 def test_plus_adds_keys() -> None:
-    changes = ["+a.b.c=1", "+train.seed=3", "+train.name=x", "+hooks.3={'period': 3}"]
+    changes = ["+a.b.c=1", "+train.seed=3", "+train.name=x"]
     cfg = apply_overrides(config(), changes)
     assert (cfg.a.b.c, cfg.train.seed, cfg.train.name) == (1, 3, "x")
-    assert cfg.hooks[3].period == 3
 
 
-def test_a_tilde_deletes() -> None:
-    cfg = apply_overrides(config(), ["~train.amp", "~hooks.0", "~size", "~table"])
-    assert cfg == {"train": {"max_iter": 1, "name": "run"}, "hooks": [{"period": 2}, 3]}
+def test_a_list_is_written_whole() -> None:
+    cfg = apply_overrides(config(), ["hooks=[{'period': 3}]"])
+    assert cfg.hooks == [{"period": 3}]
+    assert cfg.hooks[0].period == 3
 
 
 def test_list_items_and_arguments_are_set_by_their_index() -> None:
@@ -73,9 +73,8 @@ def test_list_items_and_arguments_are_set_by_their_index() -> None:
     ("override", "message"),
     [
         ("train.max_itr=3", "'max_iter'"),
-        ("~train.nam", "'name'"),
         ("hooks.first=3", "'0', '1', '2'"),
-        ("+hooks.9=3", "no '9'"),
+        ("+hooks.3=3", "no '3'"),
         ("train.max_iter.x=3", "no 'x'"),
         ("size.0=3", "no '0'"),
         ("writers=[]", "a + before the key adds it"),
@@ -91,7 +90,7 @@ def test_a_wrong_key_suggests_the_nearest(override: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["train", "=3", "a..b=3", "+train", "~", "~train=3", ""]
+    "override", ["train", "=3", "a..b=3", "+train", "~train.amp", ""]
 )
 def test_an_override_of_another_form_is_refused(override: str) -> None:
     with pytest.raises(ValueError, match="key=value") as err:

@@ -21,10 +21,9 @@ pytest.importorskip("torchvision")
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "imagenet_resnet50.py"
 CLASSES = 6
+NET = {"_target_": "torchvision.models.shufflenet_v2_x0_5", "num_classes": CLASSES}
 SMALL = [
-    "model.net._target_=torchvision.models.shufflenet_v2_x0_5",
-    "~model.net.zero_init_residual",
-    f"model.net.num_classes={CLASSES}",
+    f"model.net={NET}",
     "dataloader.train.dataset.transform.transforms.0.size=32",
     "dataloader.test.dataset.transform.transforms.0.size=40",
     "dataloader.test.dataset.transform.transforms.1.size=32",

@@ -68,8 +68,18 @@ def test_a_run_learns_to_write(undisturbed: tuple[Path, str]) -> None:
 def test_a_run_that_is_killed_ends_bit_for_bit_like_an_undisturbed_one(
     tmp_path: Path, undisturbed: tuple[Path, str]
 ) -> None:
-    kill = "+hooks.1={'_target_': 'killing.Kill', 'iteration': 15}"
-    run(tmp_path, kill, exit_code=-signal.SIGKILL)
+    hooks = [
+        {
+            "_target_": "hooktrain.demos.TextSampler",
+            "period": "${train.eval_period}",
+            "vocabulary": {"_target_": "hooktrain.demos.python_docs_vocabulary"},
+            "output_dir": "${train.output_dir}",
+            "prompt": "The ",
+            "length": 20,
+        },
+        {"_target_": "killing.Kill", "iteration": 15},
+    ]
+    run(tmp_path, f"hooks={hooks}", exit_code=-signal.SIGKILL)
     printed = run(tmp_path, "--resume", "dataloader.train.num_workers=2")
     assert "Starting training from iteration 12" in printed
     expected_folder, _ = undisturbed
