@@ -455,7 +455,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
         ValueError,
         "registered twice",
     ),
-    (lambda: default_hooks_twice(CommonMetricPrinter), WARNING, "registered twice"),
+    (lambda: default_hooks_twice(CommonMetricPrinter), ValueError, "registered twice"),
     (without_gradients, ValueError, "no_grad"),
     # Names of a configuration
     (configured(lr_multiplyer={}), ValueError, "did you mean 'lr_multiplier'"),

@@ -119,14 +119,9 @@ class JSONWriter(ScalarWriter):
 
         Raises:
             RuntimeError: if another run is using the folder.
-            ValueError: if another writer of this run writes to a file of this name.
+            ValueError: if another writer of this run has the name of the file.
         """
         super().rewind(iteration)
-        if self.name != self._kind:
-            raise ValueError(
-                f"two writers of {self._kind!r}: are hooks registered twice? Two files need two "
-                "names, also in two folders"
-            )
         if not comm.is_main_process():
             return
         storage = get_event_storage()

@@ -61,8 +61,6 @@ class CommonMetricPrinter(ScalarWriter):
         """Go on after the last write, with a new clock."""
         self._first_write = None
         super().rewind(iteration)
-        if self.name != self._kind:
-            self.logger.warning("Lines are printed twice: are hooks registered twice?")
 
     def _fields(
         self, storage: EventStorage, metrics: Numbers

@@ -91,7 +91,7 @@ class EventStorage:
         self.iter = int(start_iter)
         self.info: dict[str, Any] = {}
         self.file_sizes: dict[str, int] = {}
-        self._owners: dict[str, object] = {}
+        self._writers: dict[str, object] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._tensors: list[Tensor] = []  # those on a device, among the pending values
@@ -272,18 +272,18 @@ class EventStorage:
         """Remove the histograms from the queue."""
         self._histograms.clear()
 
-    def take_name(self, name: str, owner: object) -> str:
-        """The first of ``name``, ``name#1``, ``name#2``, ... that the owner has or can take.
+    def add_writer(self, name: str, writer: object) -> None:
+        """Add a writer to those of this run. A run that enters the storage begins without writers.
 
-        A run that enters the storage begins without owners. Each history keeps under its name how
-        much it has written, so that a resumed run goes on after it.
+        Raises:
+            ValueError: if another one has this name, under which each history keeps how much the
+                writer has written.
         """
-        free = name
-        count = 0
-        while self._owners.setdefault(free, owner) is not owner:
-            count += 1
-            free = f"{name}#{count}"
-        return free
+        if self._writers.setdefault(name, writer) is not writer:
+            raise ValueError(
+                f"two writers are named {name!r}: are hooks registered twice? If both are wanted, "
+                "give one another name, by its attribute 'name'"
+            )
 
     def step(self) -> None:
         """Go on to the next iteration."""
@@ -305,7 +305,7 @@ class EventStorage:
             self._current_prefix = outer
 
     def __enter__(self) -> "EventStorage":
-        self._owners = {}
+        self._writers = {}
         self.written = -1
         outer = _entered.get()
         _entered.set((*outer, self))

@@ -53,24 +53,22 @@ class ScalarWriter(EventWriter):
     A subclass defines :meth:`write_scalars`.
 
     Args:
-        kind: what it writes to, such as ``"tensorboard"``.
+        name: such as ``"tensorboard"``. No other writer of a run has it.
         window_size: how many iterations to smooth over, where a metric's hint says so.
 
     Attributes:
-        name: the name under which each history keeps how much the writer has written: its kind.
-            Further writers of a kind get ``#1``, ``#2`` behind it, in the order in which a run
-            calls them first.
+        name: the name. A resumed run goes on after what the writer of this name has written.
     """
 
-    def __init__(self, kind: str, window_size: int) -> None:
-        self.name = self._kind = kind
+    def __init__(self, name: str, window_size: int) -> None:
+        self.name = name
         self._window_size = window_size
 
     def write(self) -> None:
         """Write the new values. After an error they are still new."""
         if comm.is_main_process():
             storage = get_event_storage()
-            self.name = storage.take_name(self._kind, self)
+            storage.add_writer(self.name, self)
             scalars = self.new_scalars(storage)
             self.write_scalars(storage, scalars)
             self.mark_written(storage)
@@ -102,8 +100,12 @@ class ScalarWriter(EventWriter):
             history.written[self.name] = history.count
 
     def rewind(self, iteration: int) -> None:
-        """Continue after the last write before the storage was saved."""
-        self.name = get_event_storage().take_name(self._kind, self)
+        """Continue after the last write before the storage was saved.
+
+        Raises:
+            ValueError: if another writer of this run has the name.
+        """
+        get_event_storage().add_writer(self.name, self)
 
 
 def _new_entries(
@@ -138,12 +140,15 @@ class FunctionWriter(ScalarWriter):
         log: the function. It is called as ``log(metrics, step=iteration)``, with a dict of floats
             by name, for each iteration that has new values.
         window_size: how many iterations to smooth over, at least 1.
+        name: the name of the writer; a second function of a run needs another one.
     """
 
     may_fail = True
 
-    def __init__(self, log: Callable[..., Any], window_size: int = 20) -> None:
-        super().__init__("function", window_size)
+    def __init__(
+        self, log: Callable[..., Any], window_size: int = 20, name: str = "function"
+    ) -> None:
+        super().__init__(name, window_size)
         self._log = log
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:

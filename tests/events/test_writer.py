@@ -42,6 +42,16 @@ def test_of_times_the_mean_is_given_since_one_iteration_waits_for_all(log: Log) 
     assert log == [({"time": 1.0, "data_time": 1.0, "loss": 0.25}, 4)]
 
 
+def test_a_second_function_needs_another_name(log: Log) -> None:
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        make(log).write()
+        with pytest.raises(ValueError, match="named 'function'"):
+            make(log).write()
+        make(log, name="second").write()
+    assert log == [({"loss": 1.0}, 0)] * 2
+
+
 class Service:
     """A tracker that is away at some calls."""
 

@@ -233,7 +233,10 @@ def train_with_four(folder: Path, end: int, log: list[Any]) -> Any:
         trainer.storage.put_scalar("loss", math.sin(trainer.iter))
 
     def note(period: int) -> FunctionWriter:
-        return FunctionWriter(lambda metrics, step: log.append((period, step)))
+        def take(metrics: Any, step: int) -> None:
+            log.append((period, step))
+
+        return FunctionWriter(take, name=f"every {period}")
 
     trainer = Idle(CallbackHook(after_step=put))
     checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=trainer)
@@ -246,7 +249,7 @@ def train_with_four(folder: Path, end: int, log: list[Any]) -> Any:
     return trainer
 
 
-def test_writers_of_one_kind_go_on_each_by_itself(tmp_path: Path) -> None:
+def test_writers_of_several_names_go_on_each_by_itself(tmp_path: Path) -> None:
     logs: tuple[list[Any], ...] = ([], [])
     train_with_four(tmp_path / "once", 12, logs[0])
     train_with_four(tmp_path / "twice", 9, logs[1])
@@ -259,12 +262,19 @@ def test_writers_of_one_kind_go_on_each_by_itself(tmp_path: Path) -> None:
     assert logs[1] == [entry for entry in logs[0] if entry[1] > 5]
 
 
-def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
+def test_two_writers_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.json"
-    both = [JSONWriter(path), JSONWriter(tmp_path / "." / "metrics.json")]
-    with pytest.raises(ValueError, match="twice"):
+    both = [JSONWriter(path), JSONWriter(tmp_path / "other" / "metrics.json")]
+    with pytest.raises(ValueError, match=r"named 'metrics\.json'.*attribute 'name'"):
         Idle(PeriodicWriter(both[:1]), PeriodicWriter(both[1:])).train(0, 1)
     assert not path.exists()
+    both[1].name = "other"
+    put = CallbackHook(after_step=lambda t: t.storage.put_scalar("loss", 1.0))
+    Idle(put, PeriodicWriter(both)).train(0, 1)
+    assert (
+        path.read_bytes() == (tmp_path / "other" / "metrics.json").read_bytes() != b""
+    )
+    path.unlink()
     trainer = Idle(PeriodicWriter(both[:1], 2), PeriodicWriter(both[:1], 3))
     trainer.train(0, 4)  # one writer with two periods
     assert list(trainer.storage.file_sizes) == ["metrics.json"]
