@@ -94,6 +94,11 @@ class EMA(HookBase):
 
     def swap(self) -> AbstractContextManager[None]:
         """Give the model the averaged weights inside a context, and then its raw ones back."""
+        if not (self.average.steps or self.trainer):
+            logger.warning(
+                "No trainer updates this average, which has the first weights: register the hook, "
+                "or load the average"
+            )
         return self.average.swap(self._model)
 
     def state_dict(self) -> State:

@@ -65,6 +65,34 @@ def test_an_average_that_has_hardly_begun_when_the_run_ends_is_told_at_the_start
     assert all("before the average" in message for message in caplog.messages)
 
 
+def registered(ema: EMA, trainer: SimpleTrainer) -> None:
+    trainer.register_hooks([ema])
+
+
+def updated_by_hand(ema: EMA, trainer: SimpleTrainer) -> None:
+    ema.average.update_parameters(trainer.model)
+
+
+def loaded(ema: EMA, trainer: SimpleTrainer) -> None:
+    other = EMA(trainer.model)
+    updated_by_hand(other, trainer)
+    ema.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("prepare", [None, registered, updated_by_hand, loaded])
+def test_an_average_that_nothing_updates_is_told_when_it_is_used(
+    prepare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer()
+    ema = EMA(trainer.model)
+    if prepare:
+        prepare(ema, trainer)
+    with ema.swap():
+        pass
+    assert len(caplog.messages) == (prepare is None)
+    assert all("register the hook" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("begin_iter", [1, 3, 4, 5, 6])
 def test_an_average_resumes_exactly_before_and_after_it_begins(begin_iter: int) -> None:
     def make() -> tuple[EMA, SimpleTrainer]:
