@@ -25,14 +25,15 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Args:
         class_names: the names of the classes, in the order of the logits.
-        label_key: the key of the labels in a batch that is a dict. In a tuple they come last.
+        label_key: the key of the labels in a batch that is a dict, or their index in a tuple, where
+            they come last otherwise.
         topk: for each k the results say how often the label is among the k highest logits.
     """
 
     def __init__(
         self,
         class_names: Sequence[str],
-        label_key: str = "label",
+        label_key: str | int = "label",
         topk: Sequence[int] = (),
     ) -> None:
         self._class_names = tuple(class_names)

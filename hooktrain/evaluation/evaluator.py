@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hooktrain.evaluation.testing import Results
+from hooktrain.evaluation.testing import Results, log_once
 from hooktrain.model.sharding import is_unit
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
@@ -80,7 +80,7 @@ class DatasetEvaluator(ABC):
 class MetricEvaluator(DatasetEvaluator):
     """Evaluates by a metric of outputs and targets.
 
-    The targets of a batch are its last item, or the item ``target_key`` of a dict.
+    The targets of a batch are the last item of a tuple or list, or the item ``target_key``.
 
     Args:
         metric: a function of outputs and targets that returns the mean over a batch. Its results
@@ -88,7 +88,7 @@ class MetricEvaluator(DatasetEvaluator):
             gets the first batch in halves too, to see whether it is a mean. Or an object with
             ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as those of
             torchmetrics, which communicate between the ranks by themselves.
-        target_key: the key of the targets in a batch that is a dict.
+        target_key: the key of the targets in a batch that is a dict, or their index in another.
         whole: whether the function is called once, with the outputs and targets of all batches of
             all ranks, on the CPU of the main process. A metric that is no mean over the samples
             needs it, such as F1, R2, AUC or a correlation. Tensors are concatenated, also those in
@@ -104,7 +104,7 @@ class MetricEvaluator(DatasetEvaluator):
     """
 
     def __init__(
-        self, metric: Any, target_key: str = "label", *, whole: bool = False
+        self, metric: Any, target_key: str | int = "label", *, whole: bool = False
     ) -> None:
         _check_metric(metric)
         kind = type(metric).__name__
@@ -254,9 +254,15 @@ def _check_metric(metric: Any) -> None:
         )
 
 
-def targets_of(batch: Any, key: str) -> Any:
-    """The targets in a batch: the last item of a tuple or list, or the item ``key`` of a dict."""
-    if isinstance(batch, tuple | list):
+def targets_of(batch: Any, key: str | int) -> Any:
+    """The targets in a batch: the last item of a tuple or list, or the item ``key``."""
+    if isinstance(batch, tuple | list) and isinstance(key, str):
+        if len(batch) > 2:
+            log_once(
+                logging.INFO,
+                f"The targets are the last of {len(batch)} items of a batch; target_key=1 (or "
+                "label_key=1) takes the second",
+            )
         return batch[-1]
     if isinstance(batch, Mapping) and key not in batch:
         hint = did_you_mean(key, batch)

@@ -9,7 +9,8 @@ from typing import Any
 from hooktrain.utils.names import Numbers
 
 logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)
+# Each message once in a process: log_once(logging.WARNING, message).
+log_once = cache(logger.log)
 
 # What an evaluation returns: metrics by name, or by task and name.
 Results = dict[str, Any]
@@ -107,8 +108,9 @@ def as_numbers(results: Mapping[str, Any]) -> Numbers:
         except (TypeError, ValueError, RuntimeError):  # the last is a tensor's
             left_out.append(name)
     if left_out:
-        _warn_once(
+        log_once(
+            logging.WARNING,
             f"Results that are not a number are left out: {left_out}. Of several numbers return "
-            "the mean, or each under a name (torchmetrics' ClasswiseWrapper)"
+            "the mean, or each under a name (torchmetrics' ClasswiseWrapper)",
         )
     return numbers

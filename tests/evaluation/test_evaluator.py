@@ -19,6 +19,7 @@ from hooktrain.evaluation import (
     inference_on_dataset,
 )
 from hooktrain.evaluation.evaluator import computes_together
+from hooktrain.evaluation.testing import log_once
 from hooktrain.utils import comm
 from sharding_toys import batches, make_model, make_sharded
 
@@ -252,6 +253,37 @@ def test_targets_in_a_list_beside_outputs_in_a_list_are_of_one_sample_each() -> 
     boxes = [torch.zeros(3)] * 4, [torch.zeros(2)] * 4
     more = [torch.ones(3)], [torch.zeros(2)]
     assert inference_on_dataset(first_of, [boxes, more], mean) == {"mean": 0.2}
+
+
+def difference(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).mean()
+
+
+def test_which_of_several_items_the_targets_are_is_told_and_can_be_chosen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log_once.cache_clear()
+    caplog.set_level(logging.INFO)
+    loader = [(torch.ones(2), torch.ones(2), torch.arange(2.0)) for _ in range(2)]
+    assert inference_on_dataset(first_of, loader, difference) == {"difference": 0.5}
+    assert caplog.text.count("the last of 3 items") == 1
+    for key in (1, -2):
+        second = MetricEvaluator(difference, key)
+        assert inference_on_dataset(first_of, loader, second) == {"difference": 0.0}
+
+
+def test_batches_of_inputs_and_targets_and_dicts_are_not_told_of_targets(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log_once.cache_clear()
+    caplog.set_level(logging.INFO)
+    pair = (torch.ones(2), torch.ones(2))
+    named = {"x": pair[0], "weight": pair[0], 3: pair[1]}
+    assert inference_on_dataset(first_of, [pair], difference) == {"difference": 0.0}
+    of_key = MetricEvaluator(difference, 3)
+    results = inference_on_dataset(lambda batch: batch["x"], [named], of_key)
+    assert results == {"difference": 0.0}
+    assert "targets are" not in caplog.text
 
 
 def test_outputs_in_a_tuple_count_by_the_first_of_them() -> None:
