@@ -209,20 +209,19 @@ def _warn_of_no_mean(
 ) -> None:
     """Warn of a function whose result for a batch is not the mean of those for its halves.
 
-    Each function is looked at once. One with a closure is not, since it may count its calls.
+    Each function is looked at once, with its first batch of two samples or more. One with a closure
+    is not, since it may count its calls.
     """
     if not inspect.isfunction(metric) or metric.__closure__ or metric.__code__ in _seen:
         return
     half = size // 2
     if half == 0:
         return
+    _seen.add(metric.__code__)
     with suppress(Exception):  # outputs may have no halves, or a half too few samples
-        # Host-device synchronisation, in each batch until one tells.
+        # Host-device synchronisation, once for each function.
         first = float(metric(outputs[:half], targets[:half]))
         second = float(metric(outputs[half:], targets[half:]))
-        if first == second == whole:
-            return  # which says little: the next batch may say more
-        _seen.add(metric.__code__)
         error = abs(half * first + (size - half) * second - size * whole)
         # A mean in bfloat16 is rounded by 0.2 %.
         if error > 0.003 * size * (abs(first) + abs(second)):

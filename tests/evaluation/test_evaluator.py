@@ -348,7 +348,7 @@ def test_a_function_that_is_no_mean_over_the_samples_is_told_once(
     x = 2 * torch.randn(15)
     targets = x.round()
     targets[0] += 3
-    loader = [(torch.zeros(4), torch.zeros(4)), (x, targets)]
+    loader = [(x[:1], x[:1]), (x, targets)]
     for _ in range(2):
         inference_on_dataset(first_of, loader, metric)
     [message] = [m for m in caplog.messages if "whole=True" in m]
@@ -392,6 +392,22 @@ def test_means_over_the_samples_and_functions_that_count_are_not_told(
     pairs = [(x, [x, x]) for x in (torch.randn(7), torch.randn(2))]
     inference_on_dataset(lambda pair: (pair[0], pair[0]), pairs, sum_of_tasks)
     assert caplog.messages == []
+
+
+sizes: list[int] = []
+
+
+def counting_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    sizes.append(len(outputs))
+    return outputs.mean()
+
+
+def test_a_function_gets_its_first_batch_alone_in_halves_too() -> None:
+    sizes.clear()
+    loader = [(torch.zeros(size), torch.zeros(size)) for size in (1, 5, 4)]
+    for _ in range(2):
+        inference_on_dataset(first_of, loader, counting_mean)
+    assert sizes == [1, 5, 2, 3, 4, 1, 5, 4]
 
 
 def mean_of_numpy(outputs: Tensor, targets: Tensor) -> float:
