@@ -35,12 +35,12 @@ def train_fold(fold):
         eval_period="1 epoch",
         best_metric="accuracy",
         best_mode="max",
-        restore_best_weights=True,
     )
     stop = hooks.EarlyStopping("accuracy", "max", patience=2)
     trainer.register_hooks([*usual, stop])
     saver.resume_or_load()  # a fold that has ended only returns its result
     trainer.train(max_epochs=10)
+    saver.load(f"{folder}/model_best.pth", [])  # the weights alone
     return inference_on_dataset(model, test_loader, metric)["accuracy"]
 
 

@@ -253,7 +253,6 @@ def default_hooks(
     eval_period: PeriodLike = 0,
     best_metric: str | None = None,
     best_mode: str | None = None,
-    restore_best_weights: bool = False,
     writers: Sequence[EventWriter] | None = None,
     log_period: PeriodLike = 20,
 ) -> list[hooks.HookBase]:
@@ -273,7 +272,6 @@ def default_hooks(
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best model. One whose
             name begins with ``"ema/"`` is of the averaged weights of the registered hook ``EMA``.
         best_mode: ``"max"`` or ``"min"``; see :class:`hooktrain.engine.hooks.BestCheckpointer`.
-        restore_best_weights: whether the model has these weights when the run has ended.
         writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`. None makes those of
             :func:`default_writers`, to the folder of the Checkpointer, if it has one.
         log_period: the period of the writers.
@@ -294,14 +292,7 @@ def default_hooks(
     if eval_function is not None:
         found.append(hooks.EvalHook(eval_period, eval_function))
         if best_metric:
-            found.append(
-                hooks.BestCheckpointer(
-                    checkpointer,
-                    best_metric,
-                    best_mode,
-                    restore_best_weights=restore_best_weights,
-                )
-            )
+            found.append(hooks.BestCheckpointer(checkpointer, best_metric, best_mode))
     found += [
         hooks.PeriodicWriter(writers, period=log_period),
         hooks.PeriodicCheckpointer(

@@ -312,9 +312,6 @@ class BestCheckpointer(HookBase):
             ``"ema/"``, the averaged weights of the registered hook ``EMA`` are saved as the model.
         mode: ``"max"`` if more is better, ``"min"`` if less is.
         file_prefix: the name of the file, without ``.pth``.
-        restore_best_weights: whether the model has the best weights after a run that has come to
-            its end, early or not. Its last checkpoint has the last ones, from which a run goes on:
-            load it before ``train`` is called again.
 
     Attributes:
         best_metric: the best value so far, or None.
@@ -336,8 +333,6 @@ class BestCheckpointer(HookBase):
         val_metric: str,
         mode: str | None = None,
         file_prefix: str = "model_best",
-        *,
-        restore_best_weights: bool = False,
     ) -> None:
         check_saver(checkpointer, file_prefix)
         self._checkpointer = checkpointer
@@ -347,11 +342,7 @@ class BestCheckpointer(HookBase):
         names = [file_prefix, f"{file_prefix}.pth"]
         # The run may have changed from a file to a folder, or back.
         self._name, self._other = names if checkpointer.sharded else reversed(names)
-        # Each writes its shards, or reads the file at the end.
-        self.needs_every_rank = checkpointer.sharded or restore_best_weights
-        if restore_best_weights:
-            self.phase = "end"  # after the last checkpoint
-        self._restores = restore_best_weights
+        self.needs_every_rank = checkpointer.sharded  # each writes its shards
         self.ema: EMA | None = None
         self.best_metric: float | None = None
         self.best_iter: int | None = None
@@ -439,15 +430,12 @@ class BestCheckpointer(HookBase):
             )
         else:
             logger.info(
-                "The best %s is %.4g, of iteration %d, in %s; the model has the %s weights",
+                "The best %s is %.4g, of iteration %d, in %s; the model has the last weights",
                 self._val_metric,
                 self.best_metric,
                 self.best_iter,
                 self._name,
-                "best" if self._restores else "last",
             )
-        if self._restores and comm.broadcast(self.best_metric) is not None:
-            self._checkpointer.load(self.run_files()[0], [])
 
     def run_files(self) -> list[str]:
         """The best model, a file or a folder."""
