@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -20,7 +21,7 @@ from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
-from hooktrain.evaluation.evaluator import DatasetEvaluators
+from hooktrain.evaluation.evaluator import DatasetEvaluators, inference_context
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.events.json_writer import OF_THE_MACHINE
 from hooktrain.utils import comm
@@ -40,6 +41,9 @@ _MISTAKEN = {
 
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
+
+    Meanwhile the trainer's model is in evaluation mode. Afterwards each of its layers is in its
+    former mode again, whatever the function has called.
 
     Each call is seeded by the seed, the iteration and the rank. Its results go to
     ``trainer.after_evaluation``, which records them and calls the hooks. The same weights are
@@ -62,7 +66,6 @@ class EvalHook(HookBase):
 
     Attributes:
         last_results: what the function returned last on this rank.
-        is_told: whether a warning has said that something is wrong with the results.
 
     Raises:
         TypeError: if ``eval_function`` cannot be called, or returns something else.
@@ -85,8 +88,8 @@ class EvalHook(HookBase):
         self._func = eval_function
         self._eval_after_train = eval_after_train
         self.last_results: Results = {}
-        self.is_told = False
         self._norm = 0.0  # of the weights that were evaluated last
+        self._told: set[str] = set()
 
     def before_train(self) -> None:
         """Log the period; find the results of a complete run that is started again."""
@@ -159,7 +162,11 @@ class EvalHook(HookBase):
     def _evaluate(self) -> Numbers:
         before = DatasetEvaluators.evaluations
         DatasetEvaluators.norm = 0.0
-        self.last_results = self._func() or {}
+        model = getattr(self.trainer, "model", None)
+        if not isinstance(model, nn.Module):
+            model = nn.Module()
+        with inference_context(model):
+            self.last_results = self._func() or {}
         numbers = as_numbers(self.last_results)
         is_lost = not numbers and DatasetEvaluators.evaluations > before
         if is_lost and comm.is_main_process():
@@ -176,8 +183,8 @@ class EvalHook(HookBase):
         return numbers
 
     def _warn_once(self, problem: str) -> None:
-        if not self.is_told:
-            self.is_told = True
+        if problem not in self._told:
+            self._told.add(problem)
             logger.warning(problem)
 
 

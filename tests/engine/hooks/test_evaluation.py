@@ -778,6 +778,68 @@ def test_frozen_models_and_evaluations_without_a_model_are_not_told(
     assert caplog.messages == []
 
 
+class Parts(LinearLoss):
+    """Its layer ``frozen`` is to stay in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.BatchNorm1d(3)
+        self.dropout = torch.nn.Dropout()
+
+
+@pytest.mark.parametrize("called", ["train", "eval", "requires_grad_", "missing"])
+def test_an_evaluation_is_one_in_evaluation_mode_and_leaves_each_layer_in_its_own(
+    called: str,
+) -> None:
+    model = Parts()
+    model.frozen.eval()
+    trainer = SimpleTrainer(model, batches(6), sgd(model))
+    seen: list[bool] = []
+
+    def evaluate() -> dict[str, float]:
+        seen.extend(module.training for module in model.modules())
+        getattr(model, called)()
+        return {"acc": 1.0}
+
+    trainer.register_hooks([EvalHook(2, evaluate)])
+    if called == "missing":
+        with pytest.raises(AttributeError, match="missing"):
+            trainer.train(max_iter=6)
+    else:
+        trainer.train(max_iter=6)
+        assert trainer.done == 6
+    assert seen
+    assert not any(seen)
+    modes = {name for name, module in model.named_modules() if not module.training}
+    assert modes == {"frozen"}
+
+
+@pytest.mark.parametrize("model", [None, {"first": LinearLoss()}])
+def test_a_trainer_without_a_module_evaluates_too(model: Any) -> None:
+    trainer = Idle(EvalHook(1, lambda: {"acc": 1.0}))
+    if model:
+        trainer.model = model  # type: ignore[attr-defined]
+    trainer.train(max_iter=2)
+    assert trainer.storage.latest() == {"acc": (1.0, 1)}
+
+
+def test_each_problem_of_an_evaluation_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    judged = copy.deepcopy(trainer.model)
+
+    def evaluate() -> None:
+        pairs = [(torch.zeros(1, 4), torch.zeros(1))]
+        inference_on_dataset(
+            judged, pairs, half, step=lambda model, pair: model(pair[0])[None]
+        )
+
+    trainer.register_hooks([EvalHook(1, evaluate)])
+    trainer.train(max_iter=4)
+    assert [text.split()[0] for text in caplog.messages] == ["eval_function", "The"]
+
+
 def test_all_ranks_follow_the_main_one_that_alone_has_results(tmp_path: Path) -> None:
     assert run_ranks(results_of_main_only, 2, tmp_path) == [3.0, 3.0]
     assert torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 3
