@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from hooktrain.utils.tensors import (
     Device,
     compute_device,
     is_sharded,
-    local_tensor,
     mover_to,
     to_device,
 )
@@ -278,11 +278,11 @@ class DatasetEvaluators(DatasetEvaluator):
 
     Attributes:
         evaluations: how many evaluations of this process have given results.
-        norm: the norm of the weights that were evaluated last, without frozen ones.
+        models: the models that were evaluated since the last call of an ``EvalHook``.
     """
 
     evaluations: ClassVar[int] = 0
-    norm: ClassVar[float] = 0.0
+    models: ClassVar[WeakSet[nn.Module]] = WeakSet()
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
         self._evaluators: list[Any] = []
@@ -423,9 +423,7 @@ def inference_on_dataset(
             logger.warning(
                 "Evaluated in training mode: something has called model.train() meanwhile"
             )
-    weights = [local_tensor(p) for p in module.parameters() if p.requires_grad]
-    # Host-device synchronisation, once an evaluation.
-    DatasetEvaluators.norm = float(nn.utils.get_total_norm(weights))
+    DatasetEvaluators.models.add(module)
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 

@@ -21,6 +21,7 @@ from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
+from hooktrain.engine.preflight import trainable
 from hooktrain.evaluation.evaluator import DatasetEvaluators, inference_context
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.events.json_writer import OF_THE_MACHINE
@@ -28,6 +29,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.names import Numbers, State, check_count, did_you_mean
 from hooktrain.utils.periods import Period, PeriodLike
+from hooktrain.utils.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ class EvalHook(HookBase):
 
     def _evaluate(self) -> Numbers:
         before = DatasetEvaluators.evaluations
-        DatasetEvaluators.norm = 0.0
+        DatasetEvaluators.models.clear()
         model = getattr(self.trainer, "model", None)
         if not isinstance(model, nn.Module):
             model = nn.Module()
@@ -174,8 +176,11 @@ class EvalHook(HookBase):
                 "eval_function returned no results, but evaluators gave some: is a `return "
                 "inference_on_dataset(...)` missing?"
             )
-        norm, self._norm = self._norm, DatasetEvaluators.norm
-        if norm == self._norm > 0:
+        weights = trainable(nn.ModuleList(DatasetEvaluators.models)).values()
+        # Host-device synchronisation, once an evaluation.
+        norm = float(nn.utils.get_total_norm(map(local_tensor, weights)))
+        last, self._norm = self._norm, norm
+        if last == norm > 0:
             self._warn_once(
                 "The weights that are evaluated are those of the last evaluation: is their model "
                 "another than trainer.model?"

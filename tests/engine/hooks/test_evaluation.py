@@ -1,5 +1,6 @@
 import copy
 import errno
+import gc
 import logging
 import math
 import random
@@ -30,7 +31,9 @@ from hooktrain.engine.hooks import (
     evaluation,
 )
 from hooktrain.evaluation import inference_on_dataset
+from hooktrain.evaluation.evaluator import DatasetEvaluators
 from hooktrain.events import JSONWriter, load_json_metrics
+from hooktrain.model import StochasticWeightAverage
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.utils import comm
 from toys import Idle, LinearLoss, batches, linear_trainer, net_trainer, sgd
@@ -776,6 +779,35 @@ def test_frozen_models_and_evaluations_without_a_model_are_not_told(
     trainer.register_hooks([hook])
     trainer.train(max_iter=5)
     assert caplog.messages == []
+
+
+def test_an_average_that_is_updated_less_often_than_it_is_evaluated_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    average = StochasticWeightAverage(trainer.model, interval=4)
+    ema = EMA(trainer.model, average=average)
+
+    def evaluate() -> None:
+        with ema.swap():
+            inference_on_dataset(trainer.model, batches(1), None)
+
+    trainer.register_hooks([ema, EvalHook(2, evaluate)])
+    trainer.train(max_iter=8)
+    assert caplog.messages == []
+
+
+def test_an_evaluated_model_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = linear_trainer()
+    first = copy.deepcopy(trainer.model)
+
+    def evaluate() -> None:
+        inference_on_dataset(copy.deepcopy(first), batches(1), None)
+
+    trainer.register_hooks([EvalHook(1, evaluate)])
+    trainer.train(max_iter=2)
+    gc.collect()
+    assert len(DatasetEvaluators.models) == 0
 
 
 class Parts(LinearLoss):
