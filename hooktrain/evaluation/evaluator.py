@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
+from operator import length_hint
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from hooktrain.evaluation.testing import Results, log_once
 from hooktrain.model.sharding import is_unit
@@ -385,6 +387,7 @@ def inference_on_dataset(
             raise ValueError(
                 f"data_loader never ends; make one by build_test_loader(): {data_loader!r}"
             )
+    _warn_of_samples(data_loader)
     if evaluator is None:
         evaluator = []
     if not isinstance(evaluator, Sequence):
@@ -425,6 +428,22 @@ def inference_on_dataset(
             )
     DatasetEvaluators.models.add(module)
     return evaluator.evaluate()  # type: ignore[no-any-return]
+
+
+def _warn_of_samples(loader: Any) -> None:
+    """Warn of a loader that drops samples, or repeats some to give each rank as many."""
+    if not isinstance(loader, DataLoader):
+        return
+    size = length_hint(loader.dataset)
+    given = getattr(loader.sampler, "total_size", size)
+    if loader.drop_last:
+        given -= length_hint(loader.sampler) % (loader.batch_size or 1)
+    if given != size:
+        log_once(
+            logging.WARNING,
+            f"The loader gives not each of its {size} samples once: build_test_loader() does, "
+            "without drop_last",
+        )
 
 
 def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any, bool]]:

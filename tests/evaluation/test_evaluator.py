@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+)
 
 from gloo import run_ranks
 from hooktrain import evaluation
+from hooktrain.data import build_test_loader
 from hooktrain.demos import ClassificationEvaluator
 from hooktrain.evaluation import (
     DatasetEvaluator,
@@ -421,6 +428,72 @@ def test_a_batch_of_one_sample_has_no_halves_to_look_at(
     results = inference_on_dataset(first_of, loader, mean_of_numpy)
     assert results == {"mean_of_numpy": 2.0}
     assert [str(each.message) for each in recwarn] == []
+
+
+class Counted(DatasetEvaluator):
+    """How many samples it was given on all ranks."""
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.count += len(outputs)
+
+    def evaluate(self) -> dict[str, Any]:
+        return {"samples": sum(comm.all_gather(self.count))}
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def loaders_of_five() -> Iterator[tuple[Any, bool]]:
+    """Loaders, and whether they leave out some of the samples or repeat some."""
+    data: Any = range(5)
+    yield DataLoader(data, 2, drop_last=True), True
+    yield build_test_loader(data, batch_size=3, drop_last=True), True
+    yield DataLoader(data, 5, drop_last=True), False
+    yield DataLoader(data, 3, sampler=DistributedSampler(data, 1, 0)), False
+    yield build_test_loader(data, batch_size=2), False
+    yield DataLoader(data, batch_sampler=[[0, 1], [2, 3, 4]]), False
+    yield DataLoader(data, None), False
+    yield DataLoader(data, 2, sampler=SubsetRandomSampler([0, 1, 2])), False
+    yield DataLoader(Numbers(), 2, drop_last=True), False
+    yield [torch.arange(2), torch.arange(3)], False
+
+
+def test_a_loader_that_drops_samples_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for loader, is_told in loaders_of_five():
+        log_once.cache_clear()
+        caplog.clear()
+        for _ in range(2):
+            inference_on_dataset(lambda batch: batch, loader, None)
+        told = [text for text in caplog.messages if "each of its 5 samples" in text]
+        assert len(told) == is_told, loader
+
+
+def counts_and_warnings(drop_last: bool) -> list[tuple[int, int]]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+    data: Any = range(28)
+    results = []
+    for sampler in (DistributedSampler(data, drop_last=drop_last), None):
+        loader = build_test_loader(data, batch_size=4, sampler=sampler)
+        samples = inference_on_dataset(lambda batch: batch, loader, Counted())
+        results.append((samples["samples"], len(told)))
+        told.clear()
+    return results
+
+
+@pytest.mark.parametrize(("drop_last", "count"), [(False, 30), (True, 27)])
+def test_a_sampler_that_gives_each_rank_as_many_samples_is_told(
+    drop_last: bool, count: int
+) -> None:
+    of_ranks = run_ranks(counts_and_warnings, 3, drop_last)
+    assert of_ranks == [[(count, 1), (28, 0)]] * 3
 
 
 def test_the_whole_has_the_structure_of_a_batch() -> None:
