@@ -1,4 +1,4 @@
-"""Averages of the weights that a model has during training."""
+"""Averages of a model's weights over the course of training."""
 
 import copy
 import logging
@@ -18,25 +18,26 @@ logger = logging.getLogger(__name__)
 class BaseAveragedModel(nn.Module):
     """An average of the weights of a model, matched by their names.
 
-    A subclass overrides :meth:`blending_weight`, which decides how much each update adds of the
-    present weights.
+    A subclass overrides :meth:`blending_weight`, which decides how much weight each update gives
+    to the model's current values.
 
     It is a module, so a model that has it as a child, such as a student with its teacher, saves it
     too. Parameters are averaged in their own data type, so keep the model in float32: in bfloat16
-    a small weight changes nothing. Buffers are copied at each update, but for those that are not
-    saved (``persistent=False``), such as caches. So the statistics of BatchNorm are those of the
-    model's own weights, which is good enough for a moving average. For other averages measure them
-    before use, in training mode, by :func:`hooktrain.model.update_bn_stats`.
+    an update with a small weight is rounded away. Buffers are copied at each update, except those
+    that are not saved (``persistent=False``), such as caches. So BatchNorm statistics are those of
+    the model's own weights, which is good enough for a moving average. For other averages, measure
+    them before use, in training mode, by :func:`hooktrain.model.update_bn_stats`.
 
     Args:
         model: the model, which is copied without data parallel wrappers and ``torch.compile``.
-        interval: the parameters are averaged at the first of so many updates; at least 1.
-        device: where the average is kept. None is the device of the model.
+        interval: the parameters are averaged at the first of every ``interval`` updates; at least
+            1.
+        device: the device of the average; None takes the model's.
 
     Attributes:
         module: the averaged model, in evaluation mode, without gradients. The average of a sharded
             model holds shards under their names and cannot be called; evaluate it by :meth:`swap`.
-        steps: the number of all updates so far, an int64 tensor.
+        steps: the number of updates so far, an int64 tensor.
     """
 
     steps: Tensor
@@ -48,7 +49,7 @@ class BaseAveragedModel(nn.Module):
         self.interval = interval
         self.module = _copy(unwrap_model(model)).to(device).requires_grad_(False).eval()
         self.register_buffer("steps", torch.tensor(0, device=device))
-        # This is the same number. Reading the tensor would wait for the device in each update.
+        # The same number in Python: reading the tensor would synchronise in each update.
         self._steps = 0
         self.register_load_state_dict_post_hook(_read_steps)  # type: ignore[no-untyped-call]
         # The names of the tensors that are averaged. All others are copied.
@@ -63,7 +64,7 @@ class BaseAveragedModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def blending_weight(self, steps: int) -> float:
-        """The weight of the present values in the new average, in [0, 1]; 1 forgets the old one.
+        """The weight of the current values in the new average, in [0, 1]; 1 forgets the old one.
 
         Args:
             steps: the number of updates before this one, a multiple of ``interval``.
@@ -72,12 +73,12 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Add the present weights of the model to the average.
+        """Update the average by the model's current weights.
 
-        It takes one kernel for all parameters, and no host-device synchronisation.
+        This takes one kernel for all parameters, and no host-device synchronisation.
 
         Raises:
-            ValueError: if the model has other parameters or buffers than the average.
+            ValueError: if the parameters or buffers of the model and the average differ.
         """
         averages, weights = self._matched(model)
         _write({n: averages[n] for n in averages.keys() - self._averaged}, weights)
@@ -93,31 +94,30 @@ class BaseAveragedModel(nn.Module):
         torch._foreach_lerp_(averages, weights, weight)
 
     def reset(self, model: nn.Module) -> None:
-        """Start again from the present weights of the model."""
+        """Restart the average from the model's current weights."""
         averages, weights = self._matched(model)
         _write(averages, weights)
         self._steps = 0
         self.steps.zero_()
 
     def swap(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Give the model the averaged weights and buffers, and later its own again.
+        """Give the model the averaged weights and buffers inside a ``with`` block.
 
-        The values are written in place, so other references to the tensors see them too. The
-        model's own values are restored bit for bit, even after an error. This takes the memory of
-        one more copy of the model. What autocast keeps of the weights in lower precision is
-        dropped.
+        The values are written in place, so other references to the tensors see them too. At the
+        end the model's own values are restored bit for bit, even after an error. This takes the
+        memory of one more copy of the model. Autocast's cache of weights in lower precision is
+        cleared.
 
         Returns:
-            A context. Where it is never entered, a warning says that nothing was exchanged.
+            A context manager. If it is never entered, a warning says that nothing was exchanged.
 
         Raises:
-            ValueError: when it is entered, if the model has other parameters or buffers than the
-                average.
+            ValueError: on entry, if the parameters or buffers of the model and the average differ.
         """
         return _Swap(self, model)
 
     def _matched(self, model: nn.Module) -> tuple[Tensors, Tensors]:
-        """The tensors of the average and of the model, by the same names."""
+        """The tensors of the average and those of the model, by name."""
         averages = _tensors(self.module)
         weights = _tensors(unwrap_model(model))
         different = averages.keys() ^ weights.keys()
@@ -129,7 +129,7 @@ class BaseAveragedModel(nn.Module):
 
 
 class _Swap(AbstractContextManager[None]):
-    """Inside, a model has the averaged weights."""
+    """A context in which a model has the averaged weights."""
 
     _own: Tensors | None = None
 
@@ -144,7 +144,7 @@ class _Swap(AbstractContextManager[None]):
         torch.clear_autocast_cache()
 
     def __exit__(self, *error: object) -> None:
-        # The tensors are matched again, since an evaluation unshards those of a sharded model.
+        # The tensors are looked up again, since an evaluation unshards those of a sharded model.
         _, weights = self._average._matched(self._model)
         _write(weights, self._own or {})
         torch.clear_autocast_cache()
@@ -157,20 +157,20 @@ class _Swap(AbstractContextManager[None]):
 class ExponentialMovingAverage(BaseAveragedModel):
     """The exponential moving average of a model's weights.
 
-    An update is ``average = (1 - momentum) * average + momentum * weight``. The first average is
-    the weights at construction (Polyak averaging; Mean Teacher, arXiv:1703.01780).
+    An update is ``average = (1 - momentum) * average + momentum * weight``. The average starts
+    from the weights at construction (Polyak averaging; Mean Teacher, arXiv:1703.01780).
 
     Args:
         model: see :class:`BaseAveragedModel`.
-        momentum: the weight of the present values, in (0, 1]; 1 keeps a plain copy. Others give
-            the decay, ``1 - momentum``, so a warning says so for 0.9 and more.
+        momentum: the weight of the current values, in (0, 1]; 1 keeps a plain copy. Other libraries
+            take the decay, ``1 - momentum``, so a momentum from 0.9 to below 1 causes a warning.
         interval: see :class:`BaseAveragedModel`.
         device: see :class:`BaseAveragedModel`.
         warmup: whether to use ``max(momentum, 9 / (10 + n))`` after ``n`` updates, which forgets
             the first weights sooner.
 
     Raises:
-        ValueError: for a momentum out of its range.
+        ValueError: if momentum is out of range.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class ExponentialMovingAverage(BaseAveragedModel):
             raise ValueError(f"momentum, or 1 - decay, must be in (0, 1]: {momentum!r}")
         if 0.9 <= momentum < 1:
             logger.warning(
-                "momentum=%g, which is 1 - decay, is the weight of the present values, and forgets "
-                "fast. Is it the other way round: momentum=%g, decay=%g?",
+                "momentum=%g is the weight of the current values, 1 - decay, so the average "
+                "forgets fast. Did you mean momentum=%g, that is decay=%g?",
                 momentum,
                 1 - momentum,
                 momentum,
@@ -213,7 +213,7 @@ class StochasticWeightAverage(BaseAveragedModel):
     """
 
     def blending_weight(self, steps: int) -> float:
-        """``1 / n`` for the ``n``-th weights that are averaged."""
+        """``1 / n`` for the ``n``-th averaged weights."""
         return 1 / (steps // self.interval + 1)
 
 
@@ -223,7 +223,7 @@ def _write(targets: Tensors, sources: Tensors) -> None:
         shape = sources[name].shape
         if target.shape != shape and not isinstance(target, nn.Parameter):
             target.resize_(shape)  # a buffer that grows
-    # torch copies those of one data type together.
+    # torch copies tensors of one data type together.
     for dtype in {target.dtype for target in targets.values()}:
         pairs = [
             (target, sources[name])
@@ -234,11 +234,11 @@ def _write(targets: Tensors, sources: Tensors) -> None:
 
 
 def _read_steps(average: Any, _: Any) -> None:
-    average._steps = int(average.steps)  # a host-device synchronisation, once a load
+    average._steps = int(average.steps)  # a host-device synchronisation, once per load
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy of a model. torch cannot copy a sharded one: only its tensors are."""
+    """A copy of a model. torch cannot copy a sharded model, so only its tensors are copied."""
     if not any(map(is_unit, model.modules())):
         return copy.deepcopy(model)
     _tensors(model)  # this reshards the model, so that each rank copies its shards
@@ -246,7 +246,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _copy_tensors(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Bare modules with copies of the tensors; ``memo`` is that of :func:`copy.deepcopy`."""
+    """Bare modules with copies of the tensors; ``memo`` is for :func:`copy.deepcopy`."""
     bare = nn.Module()
     bare._parameters = copy.deepcopy(module._parameters, memo)
     bare._buffers = copy.deepcopy(module._buffers, memo)
@@ -257,10 +257,10 @@ def _copy_tensors(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tensors(model: nn.Module) -> Tensors:
-    """Parameters and saved buffers by name, each once; of sharded ones the local shard."""
+    """Parameters and saved buffers by name, each once; local shards of sharded ones."""
     names: dict[Tensor, str] = {}
     for path, module in model.named_modules():
-        if is_unit(module):  # after an evaluation its tensors are unsharded
+        if is_unit(module):  # an evaluation leaves its tensors unsharded
             module.reshard()
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:

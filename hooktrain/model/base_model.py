@@ -14,8 +14,8 @@ from hooktrain.utils.tensors import to_device
 class BaseDataPreprocessor(nn.Module):
     """Moves a batch to the device of the model.
 
-    The device follows ``to``, ``cuda``, ``cpu`` and so on of the model that the preprocessor is a
-    part of. It has no state. Override :meth:`forward` to do more.
+    The device follows ``to``, ``cuda``, ``cpu`` and similar calls of the model that contains the
+    preprocessor. It has no state. Override :meth:`forward` to do more.
 
     Attributes:
         device: the device that batches are moved to.
@@ -37,14 +37,14 @@ class BaseDataPreprocessor(nn.Module):
             training: whether the batch is for training. Only subclasses use it.
 
         Returns:
-            A dict of arguments by name, or a list or tuple of arguments. Here it is the batch, on
-            the device.
+            A dict of arguments by name, or a list or tuple of arguments. This class returns the
+            batch, on the device.
         """
         return self.cast_data(data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Every method that moves a module calls this one. A buffer would follow by itself, but
-        # DistributedDataParallel would broadcast it in every step.
+        # Every method that moves a module calls this one. A buffer would be moved automatically,
+        # but DistributedDataParallel would broadcast it in every step.
         probe = torch.empty(0, device=self.device)
         self.device = fn(probe).device
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -68,9 +68,9 @@ class BaseModel(nn.Module, ABC):
                     return scores.argmax(1)
                 return scores
 
-    Each method may be overridden. On several ranks a model with its own :meth:`train_step` needs
+    Each method may be overridden. On several ranks, a model that overrides :meth:`train_step` needs
     :class:`hooktrain.model.SeparateDistributedDataParallel`, or a subclass of
-    :class:`hooktrain.model.StepDistributedDataParallel` that has the same step.
+    :class:`hooktrain.model.StepDistributedDataParallel` with the same step.
 
     Args:
         data_preprocessor: a module that turns a batch into the arguments of :meth:`forward`. It is
@@ -93,7 +93,7 @@ class BaseModel(nn.Module, ABC):
     ) -> Any:
         """Compute losses, predictions or raw outputs.
 
-        The arguments before ``mode`` come from the data preprocessor. A subclass may name others.
+        The arguments before ``mode`` come from the data preprocessor. A subclass may have others.
 
         Args:
             inputs: the inputs of a batch.
@@ -103,9 +103,9 @@ class BaseModel(nn.Module, ABC):
         """
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Values:
-        """Preprocess one batch, compute the losses, and update the parameters by their sum.
+        """Preprocess one batch, compute the losses, and update the parameters.
 
-        Preprocessing and forward run inside ``optim_context``, which sets the precision, and
+        Preprocessing and forward pass run inside ``optim_context``, which sets the precision, and
         decides whether the ranks exchange gradients in the next backward pass.
 
         Args:
@@ -116,7 +116,7 @@ class BaseModel(nn.Module, ABC):
             The metrics, without gradient, on the device.
 
         Raises:
-            TypeError: if the preprocessor returns neither dict, list nor tuple.
+            TypeError: if the preprocessor does not return a dict, list or tuple.
         """
         with optim_wrapper.optim_context(self):
             arguments = self.data_preprocessor(data, True)

@@ -1,4 +1,4 @@
-"""Exact statistics of batch norm, after training."""
+"""Exact batch norm statistics, measured after training."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -27,29 +27,29 @@ def update_bn_stats(
 ) -> None:
     """Replace the running statistics of BatchNorm layers by exact ones of a sample of the data.
 
-    Moving averages lag behind weights that change fast, and weigh the last batches most. Here the
-    mean and the (biased) variance are those of all values that a layer sees in ``num_iters``
-    batches, each value with the same weight (Wu and Johnson, Rethinking "Batch" in BatchNorm,
-    arXiv:2105.07576, section 3). On several ranks they are those of all ranks. Collective.
+    Moving averages lag behind weights that change fast, and weight the last batches most. The
+    exact mean and (biased) variance are of all values that a layer sees in ``num_iters`` batches
+    of all ranks, with equal weights (Wu and Johnson, Rethinking "Batch" in BatchNorm,
+    arXiv:2105.07576, section 3). Collective.
 
     It changes the layers that :func:`get_bn_modules` returns, except for layers that no batch
     reaches. A layer that is used twice in a forward pass gets the statistics of both uses. After
-    an error the layers have the moving averages of training.
+    an error the layers keep the moving averages of training.
 
     Args:
         model: the model, which is called with each batch, without gradients, in its current mode.
             A :class:`hooktrain.model.BaseModel` is called as in training.
-        data_loader: yields at least ``num_iters`` batches. No more are taken from it.
+        data_loader: the loader, which must yield at least ``num_iters`` batches. No more are taken.
         num_iters: the number of batches to take; 0 changes nothing.
 
     Raises:
-        ValueError: on all ranks, if the loader of one of them is too short.
+        ValueError: on all ranks, if the loader of any rank is too short.
     """
     layers: list[Any] = get_bn_modules(model)
     if not layers:
         return
     # For each channel: the number of values, their sum, and the sum of their squares, in float64,
-    # so that little cancels if the mean is large.
+    # which limits cancellation if the mean is large.
     sums: dict[Any, Tensor] = {}
     for layer in layers:
         zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
@@ -71,7 +71,7 @@ def update_bn_stats(
             hook.remove()
     if comm.any_rank(seen < num_iters):
         raise ValueError(
-            f"a data_loader is too short: this one has {seen} of num_iters={num_iters} batches"
+            f"data_loader is too short on some rank: here it has {seen} of {num_iters=} batches"
         )
     for layer, own in sums.items():
         count, total, square = comm.all_reduce(own)

@@ -39,39 +39,39 @@ def shard_model(
 ) -> nn.Module:
     """Shard a model in place; the parameters become DTensors. A collective.
 
-    Initialise the process group first, and make the optimizer afterwards. Every rank
-    must hold the same values. Call the model itself, not its ``forward``. If its step
-    calls its children instead, name each of these in ``wrap``. Buffers are not sharded,
-    and the ranks do not exchange them.
+    Initialise the process group first, and build the optimizer afterwards. Every rank
+    must hold the same values. Call the model itself, not its ``forward``. If the training
+    step calls the model's children instead, name each of these in ``wrap``. Buffers are not
+    sharded, and the ranks do not exchange them.
 
-    A model on the meta device is sharded there if there are no ``values``. It has none
-    either until its ``to_empty`` is called, and its tensors are written.
+    A model on the meta device is sharded there if ``values`` is None. Afterwards, call its
+    ``to_empty`` and initialise its tensors.
 
     Args:
         model: the model.
-        wrap: the modules that are units of their own, such as the blocks of a
+        wrap: the modules to shard as separate units, such as the blocks of a
             transformer: the parameters of a unit are gathered together. The rest of the
             model is one more unit.
-        mp_policy: the data types to compute and to communicate in; None changes none.
+        mp_policy: the data types to compute and to communicate in; None changes nothing.
         offload: keep parameters, gradients and the optimizer's state in CPU memory.
         reshard_after_forward: free a unit's parameters after its forward pass, and gather
             them again for the backward pass. False takes more memory and communicates
             less.
         mesh: the ranks, in one dimension, or in two to shard over the second and
-            replicate over the first: then all replicas get the values of the first one.
+            replicate over the first; all replicas then get the values of the first one.
             None takes all ranks, on the accelerator, or on the CPU if there is none.
-        values: for a model on the meta device, on the first rank the values of all
-            parameters and buffers by name; on the others anything. A rank
-            gets memory for its shards, and for one whole tensor at a time.
+        values: for a model on the meta device, the values of all parameters and buffers by
+            name on the first rank; ignored on the other ranks. A rank allocates memory for
+            its shards, and for one whole tensor at a time.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: for a rule that matches no module, or that puts modules with a shared
+        ValueError: if the rule matches no module, or puts modules with a shared
             parameter into different units.
-        KeyError: on the first rank, for a tensor without a value.
-        TypeError: for a rule of another kind.
+        KeyError: on the first rank, if a tensor has no value.
+        TypeError: if ``wrap`` is not a valid rule.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -102,7 +102,7 @@ def shard_model(
     if values is not None:
         _fill(model, values, offload)
     elif mesh is not None and mesh.ndim > 1:
-        for _, tensor in named_tensors(model):  # replicas may have begun apart
+        for _, tensor in named_tensors(model):  # replicas may have different values
             local = local_tensor(tensor.detach())
             dist.broadcast(local, group=mesh.get_group(0), group_src=0)
     return model
@@ -123,7 +123,7 @@ def checkpoint_activations(model: nn.Module, rule: WrapRule) -> None:
         rule: see :func:`select_modules`, also for errors.
     """
     for module in select_modules(model, rule):
-        # As a bound method it is copied with the model, and then belongs to the copy.
+        # A bound method is copied with the model, and is then bound to the copy.
         module.forward = MethodType(_recomputed, module)
 
 
@@ -173,7 +173,7 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _fill(model: nn.Module, values: Tensors, offload: bool) -> None:
-    """Give memory and the first rank's values to a sharded model. A collective."""
+    """Allocate a sharded model and fill it with the first rank's values. A collective."""
     device = compute_device(model).type
     model.to_empty(device="cpu" if offload else device)
     for name, tensor in named_tensors(model):

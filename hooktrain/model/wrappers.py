@@ -25,10 +25,10 @@ _by_keywords: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class NamingDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that names parameters without a gradient, with one order of buckets.
+    """DistributedDataParallel with a fixed bucket order, whose errors name unused parameters.
 
-    torch rearranges the buckets of gradients after the first backward pass. So the first iteration
-    of a resumed run would add the gradients of three or more ranks in another order than that of
+    torch rearranges the buckets of gradients after the first backward pass. With three or more
+    ranks, the first iteration of a resumed run would therefore add gradients in another order than
     an uninterrupted run. Here a backward pass of zeros arranges the buckets at construction, in the
     reverse order of the parameters, which costs one exchange of gradients. With
     ``find_unused_parameters`` torch never rearranges them. With ``static_graph`` or sparse
@@ -37,12 +37,13 @@ class NamingDistributedDataParallel(DistributedDataParallel):
     Args:
         module: the model, on its device.
         broadcast_buffers: whether to broadcast the first rank's buffers in each forward pass. At
-            the start they are always broadcast, like the parameters.
+            construction they are always broadcast, like the parameters.
         **kwargs: see :class:`torch.nn.parallel.DistributedDataParallel`. Without ``device_ids``
             the module stays on its device, which may be the CPU.
 
     Attributes:
-        exchanged: the parameters whose gradients the ranks exchange: those that are trainable now.
+        exchanged: the parameters whose gradients the ranks exchange: those that were trainable at
+            construction.
     """
 
     exchanged: set[nn.Parameter]
@@ -60,7 +61,8 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         is_sparse = any(getattr(each, "sparse", False) for each in module.modules())
         if not (self.find_unused_parameters or self.static_graph or is_sparse):
             self._arrange_buckets()
-        # torch's argument of this name is deprecated, and also governs the broadcast at the start.
+        # torch's argument of this name is deprecated, and also governs the broadcast at
+        # construction.
         self.broadcast_buffers = broadcast_buffers
 
     def _arrange_buckets(self) -> None:
@@ -87,7 +89,7 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
     """DistributedDataParallel around a :class:`hooktrain.model.BaseModel`.
 
     The training step calls the model through DDP, so that the ranks exchange gradients. With
-    gradient accumulation they do so in the last backward pass only. A model with several
+    gradient accumulation they do so only in the last backward pass. A model with several
     optimizers needs :class:`hooktrain.model.SeparateDistributedDataParallel`.
 
     Args:
@@ -136,15 +138,15 @@ class StepDistributedDataParallel(NamingDistributedDataParallel):
 class SeparateDistributedDataParallel(StepDistributedDataParallel):
     """DistributedDataParallel around each child of a model, with the model's own steps.
 
-    It is for models with several optimizers, such as GANs. DDP around the whole model would wait
-    in each backward pass for the gradients of the parts that this pass does not reach. The model's
-    ``train_step`` calls its children, and so their DDP. It must call a child under
-    :func:`torch.no_grad` if no backward pass through it follows, since DDP waits for one.
+    Use it for models with several optimizers, such as GANs. DDP around the whole model would wait
+    in each backward pass for the gradients of children that the pass does not reach. The model's
+    ``train_step`` calls its children, and thereby their DDP. It must call a child under
+    :func:`torch.no_grad` if no backward pass through the child follows, since DDP waits for one.
 
     Each child with trainable parameters is replaced, in the model, by a
     :class:`hooktrain.model.StepDistributedDataParallel` around it. Other children get the first
-    rank's values, and are not wrapped. The state of ``module`` has the names of the bare model,
-    and the state of this wrapper has them with the prefix ``module.``, as with DDP. So a
+    rank's values, and are not wrapped. The state dict of ``module`` has the names of the bare
+    model, and that of this wrapper has them with the prefix ``module.``, as with DDP. So a
     checkpoint fits any number of ranks.
 
     Args:
@@ -154,15 +156,15 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             ``find_unused_parameters``.
 
     Raises:
-        ValueError: if the model has trainable parameters outside of its children, since the ranks
+        ValueError: if the model has trainable parameters outside its children, since the ranks
             would not exchange their gradients.
     """
 
     def __init__(
         self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any
     ) -> None:
-        # Code that looks for a DDP with a `module` finds this one by its type. It has no other
-        # attributes of a DDP, since the ones around the children do the work.
+        # Code that looks for a DDP with a `module` recognises this object by its type. It has no
+        # other attributes of DDP, since the DDP around each child does the work.
         nn.Module.__init__(self)
         named = module.named_parameters(recurse=False)
         own = [name for name, parameter in named if parameter.requires_grad]
@@ -203,7 +205,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
 
 
 class _Part(StepDistributedDataParallel):
-    """DDP around a child, whose state has the names of the bare child."""
+    """DDP around a child. Its state dict has the names of the bare child."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the child."""
@@ -220,7 +222,7 @@ class _Part(StepDistributedDataParallel):
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Whether the model is a data parallel wrapper, of torch, this module or a subclass."""
+    """Whether the model is a data parallel wrapper: torch's, one of these, or a subclass."""
     return isinstance(model, nn.DataParallel | DistributedDataParallel)
 
 
@@ -246,12 +248,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model with a batch, or with the items of the batch as keyword arguments.
 
-    Models of Hugging Face take keyword arguments. They are used if the first batch is a dict whose
-    keys are all parameters of the model's ``forward``, and if that has several parameters. A
-    ``forward`` with a single one, such as ``forward(self, batch)``, gets the dict itself. The
-    choice is logged.
+    Hugging Face's models take keyword arguments. They are used if the first batch is a dict whose
+    keys are all parameters of the model's ``forward``, and ``forward`` has several parameters. A
+    ``forward`` with a single parameter, such as ``forward(self, batch)``, gets the dict itself.
+    The choice is logged.
     """
-    # The abstract class is asked last, since that takes long.
+    # Mapping is checked last, since isinstance is slow with an abstract class.
     is_mapping = not isinstance(batch, _NO_MAPPINGS) and isinstance(batch, Mapping)
     if is_mapping and isinstance(model, nn.Module):
         bare = unwrap_model(model)

@@ -1,4 +1,4 @@
-"""An optimizer wrapper in lower precision: autocast, and a scaler for float16."""
+"""An optimizer wrapper for lower precision: autocast, and a gradient scaler for float16."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,24 +17,24 @@ from hooktrain.utils.tensors import device_of
 class AmpOptimWrapper(OptimWrapper):
     """An :class:`OptimWrapper` in lower precision, on any type of device.
 
-    The forward pass runs under :class:`torch.autocast`. float16 needs its gradients
-    scaled, by :class:`torch.amp.GradScaler`; bfloat16 has the range of float32 and needs
-    no scaler. The scaler waits for an accelerator in each step, unless Adam or AdamW has
-    ``fused=True``.
+    The forward pass runs under :class:`torch.autocast`. With float16, a
+    :class:`torch.amp.GradScaler` scales the gradients; bfloat16 has the range of float32 and needs
+    no scaler. On an accelerator the scaler synchronises with the host in each step, unless the
+    optimizer is Adam or AdamW with ``fused=True``.
 
     Args:
         optimizer: the optimizer.
         dtype: ``torch.float16``, ``torch.bfloat16`` or their names. None takes torch's
             default for the device: float16 on CUDA, bfloat16 on the CPU.
-        grad_scaler: the scaler for float16; None makes one that finds the scale by itself.
+        grad_scaler: the scaler for float16; None makes one that adapts the scale.
         accumulative_counts: see :class:`OptimWrapper`.
-        clip_grad: see :class:`OptimWrapper`; gradients are unscaled before.
+        clip_grad: see :class:`OptimWrapper`; gradients are unscaled before they are clipped.
 
     Attributes:
-        device_type: that of the parameters, such as ``"cuda"``.
-        grad_scaler: the scaler; a disabled one if the data type needs none.
-        skipped_updates: on an accelerator a tensor, which nothing waits for. So there
-            :meth:`step` returns True, whatever the scaler has found.
+        device_type: the type of the parameters' device, such as ``"cuda"``.
+        grad_scaler: the scaler; it is disabled if the data type needs none.
+        skipped_updates: the number of updates that the scaler has skipped. On an accelerator it is
+            a tensor, so that the host need not wait; :meth:`step` then always returns True.
 
     Raises:
         ValueError: for another data type.
@@ -61,19 +61,19 @@ class AmpOptimWrapper(OptimWrapper):
             self.dtype = getattr(torch, dtype, None)
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype must be float16 or bfloat16, but got {dtype!r}")
-        # A scaler that is not enabled passes everything through.
+        # A disabled scaler passes everything through.
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(
             self.device_type, enabled=self.dtype == torch.float16
         )
         if isinstance(optimizer, torch.optim.SGD):
-            # The scaler itself skips an update then. The fused kernel would leave in the
-            # momentum what the memory held before, where the first one is skipped.
+            # Let the scaler skip updates. If SGD's fused kernel skipped the first one, the
+            # momentum buffers would stay uninitialised.
             optimizer._step_supports_amp_scaling = False
         self._unscaled = False
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """That of :class:`OptimWrapper`, and autocast to the lower precision."""
+        """As :meth:`OptimWrapper.optim_context`, with autocast to the lower precision."""
         precision = torch.autocast(self.device_type, self.dtype)
         with super().optim_context(model), precision:
             yield
@@ -83,17 +83,17 @@ class AmpOptimWrapper(OptimWrapper):
         super().backward(self.grad_scaler.scale(loss), **kwargs)
 
     def start_accumulation(self) -> None:
-        """Also make a scaler ready again that an error left after unscaling."""
+        """Also reset the scaler if an error has interrupted a step after unscaling."""
         super().start_accumulation()
         if self._unscaled:
-            # Host-device synchronisation, after a step that failed only. Given a scale,
-            # update() forgets what it knew of the gradients, and changes nothing else.
+            # Host-device synchronisation, but only after a failed step. With a given scale,
+            # update() only discards its record of the gradients.
             scale = self.grad_scaler.get_scale()
             self.grad_scaler.update(scale)
         self._unscaled = False
 
     def unscale_gradients(self) -> None:
-        """Divide the gradients by the scale, once in a step."""
+        """Divide the gradients by the scale, once per step."""
         if not self._unscaled:
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
@@ -114,18 +114,18 @@ class AmpOptimWrapper(OptimWrapper):
             if skipped:
                 self.count_skipped_update()
             return not skipped
-        # Added up there, and fetched with the other metrics: nothing waits.
+        # The sum stays on the device and is fetched with the other metrics, so nothing waits.
         self.count_skipped_update(skipped)
         return True
 
     def state_dict(self) -> State:
-        """That of :class:`OptimWrapper`, and the scaler's."""
+        """The state of the :class:`OptimWrapper`, and of the scaler."""
         state = super().state_dict()
         state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned; without a scaler's, ours stays as it is."""
+        """Load a state. If it has no scaler's state, the scaler is unchanged."""
         super().load_state_dict(state_dict)
         scaler = state_dict.get("grad_scaler")
         if scaler:

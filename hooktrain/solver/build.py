@@ -1,4 +1,4 @@
-"""Optimizers in their wrappers."""
+"""Wraps optimizers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -12,22 +12,22 @@ from hooktrain.solver.param_groups import (
     reduce_param_groups as reduce_param_groups,
 )
 
-# Of one optimizer, or of several by name.
+# The wrapper of one optimizer, or the wrappers of several by name.
 Wrappers: TypeAlias = OptimWrapper | OptimWrapperDict
 
 
 def as_optim_wrapper(
     optimizer: Any, wrap: Callable[[Optimizer], OptimWrapper] = OptimWrapper
 ) -> Wrappers:
-    """An optimizer in its wrapper, as trainers take it.
+    """Wrap an optimizer, unless it is wrapped already.
 
     Args:
         optimizer: a wrapper, which is returned; a torch optimizer, which is wrapped; or a
             dict of these by name, which becomes an :class:`OptimWrapperDict`.
-        wrap: makes the wrapper of a torch optimizer.
+        wrap: the function that wraps a torch optimizer.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: for any other object.
     """
     if isinstance(optimizer, Wrappers):
         return optimizer

@@ -1,4 +1,4 @@
-"""Whether optimizers belong to a model, and whether they train it."""
+"""Checks that optimizers belong to a model and train it."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -16,36 +16,36 @@ from hooktrain.solver.optim_wrapper_dict import by_name
 
 logger = logging.getLogger(__name__)
 
-# How often parameters were changed, and the rates of the groups.
+# The number of in-place changes of the parameters, and the learning rates of the groups.
 Version: TypeAlias = tuple[int, list[float]]
 
-# The optimizers whose settings a hook changes, and the rates that its last run has left.
+# The optimizers that a hook schedules, and the learning rates at the end of its last run.
 scheduled: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()
 
 
 def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
-    """Why something does not belong to the model that a trainer trains, or "".
+    """An error message if none of some parameters is the trained model's; otherwise "".
 
     Args:
         owner: the name of the owner of the parameters, such as ``"the optimizer"``.
-        parameters: one of them has to be the model's.
-        trained: the trainer's model. If it has no parameters, it fits everything.
+        parameters: the parameters, at least one of which must be the model's.
+        trained: the trainer's model. If it has no parameters, there is no error.
     """
     own = set(trained.parameters())
     if not own or not own.isdisjoint(parameters):
         return ""
     return (
-        f"{owner} has the parameters of another model than the trainer: build it from the "
+        f"{owner} has the parameters of another model than the trainer's: build it from the "
         "model that is trained"
     )
 
 
 def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
-    """Warn of parameters that are not trained, or not the model's.
+    """Warn about parameters that are not trained, or not the model's.
 
     Args:
         model: the model.
-        optim_wrapper: one or several, which are to train it.
+        optim_wrapper: the wrapper or wrappers that will train it.
 
     Raises:
         ValueError: if the optimizers have no parameter of the model.
@@ -59,45 +59,47 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
     low = {p.dtype for p in trained} & {torch.float16, torch.bfloat16}
     if low:
         logger.info(
-            "Weights in %s lose updates of less than 0.4 %% of them, and float16 has no gradients "
-            "below 6e-8: AmpOptimWrapper trains float32 weights in lower precision",
+            "Weights in %s lose updates smaller than 0.4 %% of their values, and float16 cannot "
+            "represent gradients below 6e-8: AmpOptimWrapper trains float32 weights in lower "
+            "precision",
             low,
         )
     unsaved = len(trained - names.keys())
     if unsaved:
         logger.warning(
-            "%d parameters of the optimizer are not the model's, nor saved", unsaved
+            "%d parameters of the optimizer are not the model's, so they are not saved",
+            unsaved,
         )
     left = [n for p, n in names.items() if p.requires_grad and p not in trained]
     if left:
         logger.warning(
-            "%d trainable parameters are in no optimizer, and stay as they are: %s, ... "
-            "If that is meant, set requires_grad_(False)",
+            "%d trainable parameters are in no optimizer, so they are not trained: %s, ... "
+            "If this is intended, set requires_grad_(False)",
             len(left),
             left[:5],
         )
     for name in _hidden(model, names.keys() | trained):
         logger.warning(
-            "%s has no effect on what is trained: use nn.Parameter, nn.ModuleList or "
+            "%s has no effect on training: use nn.Parameter, nn.ModuleList or "
             "nn.ModuleDict, or requires_grad_(False)",
             name,
         )
     for wrapper in wrappers:
-        # Schedulers of timm multiply each lr when they are made.
+        # timm's schedulers multiply each lr by it at construction.
         scales = {group.get("lr_scale", 1.0) for group in wrapper.param_groups}
         if len(scales) > 1 and len(set(rates_of(wrapper))) == 1:
             logger.warning(
-                "lr_scale in groups of the optimizer is for schedulers of timm, and nothing else "
-                "reads it: for each of them group['lr'] *= group.pop('lr_scale')"
+                "lr_scale in the optimizer's groups has an effect only with timm's schedulers: "
+                "for each group, run group['lr'] *= group.pop('lr_scale')"
             )
 
 
 def _hidden(model: nn.Module, known: Set[Tensor]) -> Iterator[str]:
-    """The names of attributes that have no effect: trainable tensors and layers, or a freeze.
+    """The names of attributes without effect: unregistered trainable tensors, or a freeze.
 
     Args:
         model: the model.
-        known: the tensors that are.
+        known: the tensors that are registered or trained.
     """
     for path, module in model.named_modules(prefix="model"):
         for key, value in vars(module).items():
@@ -118,7 +120,7 @@ def _trainable(item: Any) -> set[Tensor]:
 
 
 def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
-    """How often parameters were changed, and the rates, by the names of the optimizers."""
+    """How often parameters were changed, and the learning rates, by optimizer name."""
     found = {}
     for name, wrapper in by_name(optim_wrapper).items():
         found[name] = (
@@ -129,7 +131,7 @@ def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
 
 
 def rates_of(optimizer: Optimizer | OptimWrapper) -> list[float]:
-    """The rates of the groups of an optimizer; 1 if it has none.
+    """The learning rates of an optimizer's groups; 1 for a group without one.
 
     Host-device synchronisation, if they are tensors.
     """
@@ -137,29 +139,29 @@ def rates_of(optimizer: Optimizer | OptimWrapper) -> list[float]:
 
 
 def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None:
-    """Name optimizers that learn nothing, and schedulers that are not stepped.
+    """Warn about optimizers that train nothing, and schedulers that are never stepped.
 
     Args:
-        optim_wrapper: one or several.
-        before: what :func:`versions` gave when the run began.
+        optim_wrapper: the wrapper, or several by name.
+        before: the :func:`versions` at the start of the run.
     """
     now = versions(optim_wrapper)
     for name, wrapper in by_name(optim_wrapper).items():
         optimizer = wrapper.optimizer
         (changes, rates), (changes_before, rates_before) = now[name], before[name]
-        # Some write to p.data, which has no version; but they have a state.
+        # Some optimizers write to p.data, which does not count as a change, but have a state.
         is_idle = changes == changes_before and not optimizer.state
         if is_idle and wrapper.should_update():
             logger.warning(
-                "The optimizer %s has made no step so far",
+                "The optimizer %s has not made a step so far",
                 name or type(optimizer).__name__,
             )
         if not any(rates + rates_before):
             logger.warning("The learning rate is 0, so nothing is learned")
-        # The mark of a scheduler of torch, which replaces the method.
+        # torch's schedulers wrap the method and set this attribute.
         has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if has_scheduler and optimizer not in scheduled and rates == rates_before:
             logger.warning(
-                "A scheduler was made for the optimizer, and the rates are as they were: "
-                "hooks.LRScheduler(scheduler=...) steps and saves it"
+                "The optimizer has a scheduler that is not stepped: the learning rates have not "
+                "changed. hooks.LRScheduler(scheduler=...) steps and saves it"
             )

@@ -1,7 +1,7 @@
 """The state of an optimizer by the names of its parameters, and how it is loaded.
 
-torch saves and loads by position. If the order of parameters or groups has changed, positions
-mean other parameters; names do not.
+torch saves and loads states by position. If the order of parameters or groups has changed, the
+positions belong to other parameters, but the names do not.
 """
 
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Names = Mapping[Tensor, str]
 
-# They choose a kernel, not what it computes: a matter of the device, so they stay.
+# These settings choose a kernel for the device, not what it computes, so loading keeps ours.
 KERNEL_SETTINGS = ("foreach", "fused", "capturable")
 WITHOUT_OPTIMIZER = (
     "resume without the optimizer (train.resume_parts, or checkpointables=[...])"
@@ -28,27 +28,28 @@ WITHOUT_OPTIMIZER = (
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """The name of each parameter of a model, without what wrappers add to it."""
+    """The name of each parameter of a model, without the parts that wrappers add."""
     return {parameter: name for name, _, parameter in walk_parameters(model)}
 
 
 def optimizer_state_dict(optimizer: Optimizer, names: Names) -> State:
-    """The state that torch gives, with names where torch has positions of parameters.
+    """The state dict of an optimizer, with names in place of torch's positions of parameters.
 
     ``{"kind": "SGD", "state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
-    torch's own ``load_state_dict`` takes it too. The state of an optimizer that has another form,
-    or one state for all of its parameters, stays whole, under ``"whole"``.
+    torch's own ``load_state_dict`` accepts it too. If an optimizer's state has another form, or is
+    one state for all parameters, it is kept whole, under ``"whole"``.
 
     Args:
-        optimizer: its tensors are not copied.
-        names: of :func:`parameter_names`. If a parameter is not in it, the state has positions.
+        optimizer: the optimizer, whose tensors are not copied.
+        names: the names from :func:`parameter_names`. If they lack a parameter, the state keeps
+            positions.
     """
     state = optimizer.state_dict()
     keys = [*_keys(optimizer, names).values()]
     kind = _kind(optimizer)
     if "param_groups" not in state or isinstance(optimizer, LBFGS):
         return {"kind": kind, "whole": state, "param_groups": [{"params": keys}]}
-    # Some optimizers keep more than states of parameters, under keys of their own.
+    # Some optimizers store more than the states of parameters, under additional keys.
     by_position = dict(enumerate(keys))
     by_name = {by_position.get(key, key): item for key, item in state["state"].items()}
     for group in state["param_groups"]:
@@ -57,10 +58,10 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names) -> State:
 
 
 def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
-    """A state that was saved, in the form and with the keys of this optimizer.
+    """Convert a saved state to the form and the keys of this optimizer.
 
     Args:
-        optimizer: it is not changed.
+        optimizer: the optimizer, which is not changed.
         state_dict: see :func:`load_optimizer_state`.
         names: see :func:`optimizer_state_dict`.
 
@@ -71,7 +72,7 @@ def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
     saved_kind = state_dict.get("kind", kind)
     if saved_kind != kind:
         raise ValueError(
-            f"the state is that of {saved_kind}, and this is {kind}: {WITHOUT_OPTIMIZER}"
+            f"the state is of {saved_kind}, but the optimizer is {kind}: {WITHOUT_OPTIMIZER}"
         )
     key_of = _keys(optimizer, names)
     saved_as = _saved_keys(optimizer, state_dict, names)
@@ -91,7 +92,7 @@ def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
             settings = settings_at[key]
             if settings != settings_at[members[0]]:
                 raise ValueError(
-                    f"{members[0]} and {key} are in one group, and were in groups of different "
+                    f"{members[0]} and {key} are in one group, but were in groups with different "
                     f"settings: group them as before, or {WITHOUT_OPTIMIZER}"
                 )
         groups.append({**ours, **settings, **kernel, "params": members})
@@ -100,17 +101,16 @@ def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
 
 
 def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) -> None:
-    """Load what :func:`optimizer_state_dict` or a torch optimizer gave.
+    """Load a state from :func:`optimizer_state_dict` or from a torch optimizer's ``state_dict``.
 
     The state of a parameter (momentum, Adam's moments and step) goes to the parameter of the same
-    name, in whichever group it is now, with the settings of its group (``lr``, ``initial_lr``,
-    ``betas``, ...). If one side has no names, groups of the same sizes match by position.
-
-    Of a full tensor a sharded parameter takes the shard of this rank.
+    name, whichever group it is in now, together with the settings of its saved group (``lr``,
+    ``initial_lr``, ``betas``, ...). If one side has no names, groups of equal sizes match by
+    position. A sharded parameter takes this rank's shard of a full tensor.
 
     Args:
-        optimizer: changed in place.
-        state_dict: of an optimizer of the same kind. It is not changed.
+        optimizer: the optimizer, which is changed in place.
+        state_dict: the state of an optimizer of the same kind. It is not changed.
         names: see :func:`optimizer_state_dict`.
 
     Raises:
@@ -130,12 +130,12 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
 def warn_of_settings(
     optimizer: Optimizer, ours: Sequence[ParamGroup], saved: Sequence[ParamGroup]
 ) -> None:
-    """Warn of settings that are loaded, and were configured in another way for the saved run.
+    """Warn about loaded settings that differ from the configuration of this run.
 
     Args:
-        optimizer: has loaded the state.
-        ours: the settings of its groups that were configured. They become those of the saved run
-            where these are used.
+        optimizer: the optimizer, after it has loaded the state.
+        ours: the configured settings of its groups. Those that the loaded state replaces are
+            updated to the saved run's.
         saved: the settings that were configured for the saved run.
     """
     changes = []
@@ -146,8 +146,8 @@ def warn_of_settings(
                 mine[key] = theirs[key]
     if changes:
         logger.warning(
-            "The optimizer's settings are those of the checkpoint: %s. For your lr resume without "
-            "the hooks, as in docs/guide/configuration.md; for other settings of yours %s",
+            "The optimizer uses the checkpoint's settings: %s. To use your lr, resume without "
+            "the hooks, as in docs/guide/configuration.md; to use your other settings, %s",
             ", ".join(dict.fromkeys(changes)),
             WITHOUT_OPTIMIZER,
         )
@@ -156,7 +156,7 @@ def warn_of_settings(
 def without_schedules(state: State) -> State:
     """An optimizer's state, or several by name, without ``lr`` and other scheduled settings.
 
-    Loaded, it leaves these as they are.
+    Loading it leaves these settings unchanged.
     """
     if "param_groups" not in state:
         return {name: without_schedules(one) for name, one in state.items()}
@@ -171,7 +171,7 @@ def without_schedules(state: State) -> State:
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """The name of torch's optimizer that it is or extends, else that of its class."""
+    """The name of the torch optimizer that this is or extends, otherwise that of its class."""
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind is not Optimizer:
             return kind.__name__
@@ -189,10 +189,10 @@ def _keys(optimizer: Optimizer, names: Names) -> dict[Tensor, Any]:
 def _saved_keys(
     optimizer: Optimizer, state_dict: State, names: Names
 ) -> dict[Any, Any]:
-    """The keys of the parameters here, by those in a saved state.
+    """Map the keys of a saved state to the keys of this optimizer's parameters.
 
     Raises:
-        ValueError: if these are other parameters.
+        ValueError: if the parameters differ.
     """
     here = [*_keys(optimizer, names).values()]
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -203,8 +203,8 @@ def _saved_keys(
     if different or ("whole" in state_dict and same != here):
         raise ValueError(
             f"the optimizer and its saved state differ in the parameters {different[:10]}, or in "
-            "their order: give it those of the saved run (what that run added later may be there "
-            f"from the start, frozen), or {WITHOUT_OPTIMIZER}"
+            "their order: build it with those of the saved run (any that were added during that "
+            f"run may be there from the start, frozen), or {WITHOUT_OPTIMIZER}"
         )
     return dict(zip(saved, same, strict=True))
 
@@ -212,18 +212,18 @@ def _saved_keys(
 def _keys_at_positions(
     optimizer: Optimizer, state_dict: State, here: list[Any], names: Names
 ) -> list[Any]:
-    """The keys of saved parameters if one side has no names."""
+    """Map keys as :func:`_saved_keys` does, by position, if one side has no names."""
     sizes, saved_sizes = (
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, state_dict["param_groups"])
     )
     if saved_sizes == sizes:
         return here
-    # MMEngine's rules, and detectron2 of old, make a group for each parameter, in order.
+    # MMEngine's rules and old versions of detectron2 make a group for each parameter, in order.
     if saved_sizes == [1] * len(here):
         return [name for name in names.values() if name in here]
     raise ValueError(
-        "the optimizer or the saved state has no names of parameters, and the saved "
+        "the optimizer or the saved state has no parameter names, and the saved "
         f"groups have the sizes {saved_sizes}, not {sizes}: {WITHOUT_OPTIMIZER}"
     )
 

@@ -11,15 +11,15 @@ from hooktrain.utils.names import State
 
 
 class OptimWrapperDict(dict[str, OptimWrapper]):
-    """Optimizer wrappers by name, for losses of their own.
+    """Optimizer wrappers by name, each for a loss of its own, as in a GAN.
 
-    The model's ``train_step`` takes the one that it needs. Each has its own precision and
+    The model's ``train_step`` picks a wrapper by its name. Each has its own precision and
     accumulation::
 
         optim_wrapper["generator"].update_params(loss)
 
-    Metrics of a member carry its name: ``generator.grad_norm``. Several optimizers with one loss
-    are a single one; see docs/guide/optimizers.md.
+    The metrics of a wrapper are prefixed by its name: ``generator.grad_norm``. For several
+    optimizers that share one loss, combine them into one; see docs/guide/optimizers.md.
 
     Args:
         wrappers: one :class:`OptimWrapper` per keyword.
@@ -37,14 +37,14 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"an OptimWrapperDict has no {name!r}: each optimizer has a loss of its own, in a "
-            f"run_step or train_step that calls optim_wrapper[name].{name}, where the name is one "
-            f"of {[*self]}. For one loss see docs/guide/optimizers.md"
+            f"an OptimWrapperDict has no {name!r}, since each optimizer has its own loss: call "
+            f"optim_wrapper[name].{name} in run_step or train_step, with a name from {[*self]}. "
+            "If they share one loss, see docs/guide/optimizers.md"
         )
 
     @property
     def param_groups(self) -> dict[str, list[ParamGroup]]:
-        """The parameter groups of each."""
+        """The parameter groups of each wrapper, by name."""
         return {name: wrapper.param_groups for name, wrapper in self.items()}
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -55,27 +55,27 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
     def initialize_count_status(
         self, model: nn.Module, init_counts: int, max_counts: int
     ) -> None:
-        """Begin a new accumulation in each.
+        """Start a new accumulation in each wrapper.
 
-        How often a step calls each of them is not known, so the counts are not used.
+        How often a step calls each wrapper is unknown, so the counts are not used.
         """
         for wrapper in self.values():
             wrapper.start_accumulation()
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Free the gradients of all; see :meth:`OptimWrapper.zero_grad`."""
+        """Free the gradients of all wrappers; see :meth:`OptimWrapper.zero_grad`."""
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
     def state_dict(self) -> State:
-        """The state of each, by name."""
+        """The state of each wrapper, by name."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Refuse a state that :meth:`load_state_dict` would refuse; change nothing.
+        """Check a state without loading it.
 
         Raises:
-            ValueError: if the state has other names, or that of a member is refused.
+            ValueError: if the names differ, or a wrapper refuses its state.
         """
         if set(state_dict) != set(self):
             raise ValueError(
@@ -85,12 +85,12 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
             wrapper.check_state_dict(state_dict[name])
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned; see :meth:`check_state_dict`."""
+        """Load the state of each wrapper; see :meth:`check_state_dict`."""
         self.check_state_dict(state_dict)
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])
 
 
 def by_name(given: Any) -> Mapping[str, Any]:
-    """Several wrappers, optimizers or the like by their names; a single one by the name ``""``."""
+    """A dict of wrappers or optimizers by name; a single one gets the name ``""``."""
     return given if isinstance(given, Mapping) else {"": given}

@@ -1,7 +1,7 @@
 """Parameter groups: which parameters an optimizer gets, with which settings.
 
-A group is a dictionary as torch optimizers take it: ``params``, a list of parameters,
-and settings such as ``lr`` and ``weight_decay``.
+A group is a dict for a torch optimizer: ``params``, a list of parameters, and settings such as
+``lr`` and ``weight_decay``.
 """
 
 import logging
@@ -15,28 +15,28 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 logger = logging.getLogger(__name__)
 
 ParamGroup = dict[str, Any]
-# A parameter's full name, the module that has it, and itself.
+# A parameter's full name, its module, and the parameter.
 Walked = tuple[str, nn.Module, nn.Parameter]
 
 NORMS = (
-    nn.modules.batchnorm._NormBase,  # of batch and instance norms
+    nn.modules.batchnorm._NormBase,  # the base class of batch and instance norms
     nn.GroupNorm,
     nn.LayerNorm,
     nn.RMSNorm,
 )
 # Parts of a name that come from a wrapper, not from the model: torch.compile, activation
-# checkpointing and FSDP 1. "module" is one only inside data parallel wrappers.
+# checkpointing and FSDP 1. "module" is such a part only inside data parallel wrappers.
 WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def walk_parameters(model: nn.Module) -> list[Walked]:
-    """Each parameter of a model once: its full name, its module, and itself.
+    """Each parameter of a model once: its full name, its module, and the parameter.
 
-    A shared parameter has its first name.
+    A shared parameter is listed under its first name.
 
     Args:
-        model: may be wrapped. The names are those inside DDP, ``torch.compile`` and the
-            like.
+        model: the model, which may be wrapped. The names are those of the bare model, inside DDP,
+            ``torch.compile`` and other wrappers.
     """
     found: dict[nn.Parameter, Walked] = {}
 
@@ -56,11 +56,12 @@ def walk_parameters(model: nn.Module) -> list[Walked]:
 def group_trainable(
     model: nn.Module, settings: Callable[..., ParamGroup]
 ) -> list[ParamGroup]:
-    """The trainable parameters in few groups.
+    """Group the trainable parameters of a model by their settings.
 
     Args:
-        model: may be wrapped.
-        settings: makes the settings of a parameter from what :func:`walk_parameters` has.
+        model: the model, which may be wrapped.
+        settings: a function of a parameter's name, its module and the parameter that returns the
+            settings.
     """
     groups = []
     for name, module, parameter in walk_parameters(model):
@@ -80,34 +81,35 @@ def get_default_optimizer_params(
     lr_factor_func: Callable[[str], float] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[ParamGroup]:
-    """Parameter groups of the trainable parameters of a model, each parameter once.
+    """Group the trainable parameters of a model for an optimizer, each parameter once.
 
-    Without options this is one group of all of them. As in detectron2, but an override
-    may also be for one parameter, and one for nothing is a warning.
+    Without options there is a single group. It works as in detectron2, except that an override
+    may also name a single parameter, and an override that matches no parameter causes a warning.
 
-    Names are full dotted names in the model, ``"backbone.stem.weight"``, without the
+    Names are full dotted names in the model, such as ``"backbone.stem.weight"``, without the
     parts that wrappers add (DDP, ``torch.compile``). A shared parameter has its first
     name.
 
-    Settings come from, later ones winning: ``base_lr`` and ``weight_decay``;
-    ``weight_decay_norm``; ``lr_factor_func``; ``bias_lr_factor`` and
+    Settings come from these sources, and later ones take precedence: ``base_lr`` and
+    ``weight_decay``; ``weight_decay_norm``; ``lr_factor_func``; ``bias_lr_factor`` and
     ``weight_decay_bias``, or ``overrides`` by the last part of a name, ``"bias"``;
     ``overrides`` by a full name, ``"head.weight"``.
 
     Args:
-        model: may be wrapped.
-        base_lr: learning rate. By default that of the optimizer.
-        weight_decay: by default that of the optimizer.
-        weight_decay_norm: for the parameters of normalisation layers.
-        bias_lr_factor: the rate of parameters called ``bias``, as a multiple of ``base_lr``.
-        weight_decay_bias: for parameters called ``bias``, including those of normalisation
-            layers.
-        lr_factor_func: maps a parameter's full name to the factor of ``base_lr``.
-        overrides: maps a name, as above, to settings such as
+        model: the model, which may be wrapped.
+        base_lr: the learning rate; by default the optimizer's.
+        weight_decay: the weight decay; by default the optimizer's.
+        weight_decay_norm: the weight decay of the parameters of normalisation layers.
+        bias_lr_factor: the learning rate of parameters called ``bias``, as a multiple of
+            ``base_lr``.
+        weight_decay_bias: the weight decay of parameters called ``bias``, including those of
+            normalisation layers.
+        lr_factor_func: a function that maps a parameter's full name to the factor of ``base_lr``.
+        overrides: a dict that maps a name, as above, to settings such as
             ``{"lr": 0.01, "weight_decay": 0.0}``.
 
     Raises:
-        ValueError: a factor is given without ``base_lr``; ``"bias"`` is overridden in
+        ValueError: if a factor is given without ``base_lr``, or ``"bias"`` is overridden in
             two ways.
 
     Example::
@@ -148,7 +150,7 @@ def get_default_optimizer_params(
 
 
 def _given(**settings: float | None) -> ParamGroup:
-    """Those that are not None."""
+    """The settings that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -156,11 +158,11 @@ def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
     known = [key for name, _, _ in walk_parameters(model) for key in _keys(name)]
     unused = overrides.keys() - known
     if unused:
-        logger.warning("overrides are for no parameter of the model: %s", unused)
+        logger.warning("overrides match no parameter of the model: %s", unused)
 
 
 def _keys(name: str) -> tuple[str, str]:
-    """The keys of overrides for a parameter: the last part of its name, then the name."""
+    """A parameter's keys in the overrides: the last part of its name, then the full name."""
     return name.rpartition(".")[2], name
 
 
@@ -170,7 +172,7 @@ def expand_param_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     If a parameter is in several groups, later settings replace earlier ones.
 
     Args:
-        groups: each has ``params``, an iterable.
+        groups: the groups, each with an iterable ``params``.
     """
     expanded: dict[Tensor, ParamGroup] = {}
     for group in groups:
@@ -181,11 +183,11 @@ def expand_param_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def reduce_param_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """The same parameters and settings in as few groups as possible.
+    """Regroup the parameters, with the same settings, in as few groups as possible.
 
     Groups and parameters are in order of first appearance. Optimizers update a group with
-    a few kernels, so few groups make fast steps. Takes what :func:`expand_param_groups`
-    does.
+    a few kernels, so few groups make fast steps. For the argument, see
+    :func:`expand_param_groups`.
     """
     reduced: list[ParamGroup] = []
     for single in expand_param_groups(groups):
@@ -200,7 +202,7 @@ def reduce_param_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def settings_of(group: ParamGroup) -> ParamGroup:
-    """A parameter group without its parameters, and without torch's names of these."""
+    """The settings of a parameter group, without its parameters and torch's names of them."""
     return {
         key: value
         for key, value in group.items()

@@ -1,7 +1,7 @@
-"""Schedules: pure functions of the progress of a run, and the scheduler that applies one to a rate.
+"""Schedules: pure functions of the progress of a run, and a scheduler that sets learning rates.
 
 The functions have the names, arguments and values of ``fvcore.common.param_scheduler``;
-:class:`WarmupParamScheduler` and :class:`LRMultiplier` those of detectron2. Below, ``w``
+:class:`WarmupParamScheduler` and :class:`LRMultiplier` have those of detectron2. Below, ``w``
 is the progress: 0 at the start of the run and 1 at its end. The functions compare by
 value and can be pickled.
 """
@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hooktrain.utils.names import State
 
 # A boundary between two values is reached a hair early, so that the rounding of
-# `step / max_iter` never delays it. A run of 1e9 steps moves on by more than this, so it
-# is never a step early.
+# `step / max_iter` never delays it. Each step of a run of up to 1e9 steps advances by at least
+# this much, so the boundary is never a whole step early.
 ROUNDING = 1e-9
 
 
@@ -124,14 +124,14 @@ class MultiStepParamScheduler(ParamScheduler):
     """``values[k]``, where ``k`` counts the milestones that ``w * num_updates`` has reached.
 
     Args:
-        values: one more than there are milestones.
-        num_updates: length of the run, in the unit of the milestones. By default the last
-            milestone is the end of the run, and no boundary.
+        values: the values, one more than there are milestones.
+        num_updates: the length of the run, in the unit of the milestones. By default the last
+            milestone is the end of the run instead of a boundary.
         milestones: increasing boundaries, in (0, num_updates). By default ``num_updates`` is
-            split evenly, every part but the last rounded up.
+            split evenly, with every part but the last rounded up.
 
-    Only ratios count, so iterations, epochs and percent are all good units. Three ways to write the
-    same schedule:
+    Only ratios matter, so iterations, epochs and percent are all valid units. Three ways to write
+    the same schedule:
 
     >>> schedule = MultiStepParamScheduler([1, 0.1, 0.01], num_updates=90, milestones=[30, 60])
     >>> schedule == MultiStepParamScheduler([1, 0.1, 0.01], milestones=[30, 60, 90])
@@ -176,14 +176,14 @@ class MultiStepParamScheduler(ParamScheduler):
 
 @dataclass
 class CompositeParamScheduler(ParamScheduler):
-    """``schedulers`` one after another, the k-th for the share ``lengths[k]`` of the run.
+    """Several schedules in sequence, the k-th for the share ``lengths[k]`` of the run.
 
     Args:
-        schedulers: at least one.
-        lengths: shares of the run, not negative. They sum to 1 within 1e-3, and the last
-            one lasts until the end of the run. A schedule of length 0 is never used.
-        interval_scaling: for each schedule "rescaled", to run through it from 0 to 1 within its
-            share, or "fixed", to evaluate it at the progress of the whole run.
+        schedulers: the schedules, at least one.
+        lengths: their shares of the run, not negative. They sum to 1 within 1e-3, and the last
+            schedule continues until the end of the run. A schedule of length 0 is never used.
+        interval_scaling: for each schedule, "rescaled" runs through it from 0 to 1 within its
+            share, and "fixed" evaluates it at the progress of the whole run.
 
     >>> warm, cool = LinearParamScheduler(0.0, 1.0), LinearParamScheduler(1.0, 0.0)
     >>> schedule = CompositeParamScheduler([warm, cool], [0.25, 0.75], ["rescaled", "fixed"])
@@ -202,8 +202,8 @@ class CompositeParamScheduler(ParamScheduler):
         as_many = len(self.schedulers) == len(self.lengths) == len(scalings)
         if not (as_many and is_whole and is_known):
             raise ValueError(
-                "each scheduler needs one of the lengths, which sum to 1, and an "
-                f"interval_scaling, 'rescaled' or 'fixed': {self!r}"
+                "each scheduler needs a length and an interval_scaling, 'rescaled' or 'fixed', "
+                f"and the lengths must sum to 1: {self!r}"
             )
         ends = [0.0, *accumulate(self.lengths[:-1]), 1.0]
         self._ends = [1.0 if end >= 1 - ROUNDING else end for end in ends]
@@ -219,21 +219,21 @@ class CompositeParamScheduler(ParamScheduler):
 
 
 class WarmupParamScheduler(CompositeParamScheduler):
-    """``scheduler`` after a warm-up, as in detectron2.
+    """A schedule after a warm-up, as in detectron2.
 
-    The warm-up starts at ``a = warmup_factor * scheduler(0)`` and ends at ``b``, the value with
-    which the schedule goes on; at progress ``w < warmup_length`` it gives
+    The warm-up starts at ``a = warmup_factor * scheduler(0)`` and leads to ``b``, the value at
+    which the schedule takes over. At progress ``w < warmup_length`` its value is
     ``a + (b - a) * w / warmup_length`` if linear, and ``a`` if constant.
 
     Args:
-        scheduler: the schedule that the warm-up leads to.
-        warmup_factor: not negative.
-        warmup_length: share of the run, in [0, 1]. For a number of iterations, that number
-            divided by the length of the run.
+        scheduler: the schedule after the warm-up.
+        warmup_factor: the factor of the first value, not negative.
+        warmup_length: the share of the run, in [0, 1]. For a number of iterations, divide it by
+            the length of the run.
         warmup_method: "linear" or "constant".
-        rescale_interval: by default the warm-up covers the beginning of the schedule, which goes
-            on at the progress of the whole run. If true, the schedule begins at its own start
-            when the warm-up ends, and runs through the rest of the run.
+        rescale_interval: by default the warm-up replaces the beginning of the schedule, which
+            then continues at the progress of the whole run. If true, the schedule starts from its
+            beginning when the warm-up ends, and is stretched over the rest of the run.
 
     >>> schedule = WarmupParamScheduler(LinearParamScheduler(1.0, 0.0), 0.0, 0.5)
     >>> [schedule(w) for w in (0.0, 0.25, 0.5, 0.75, 1.0)]
@@ -251,7 +251,7 @@ class WarmupParamScheduler(CompositeParamScheduler):
         is_known = warmup_method in ("linear", "constant")
         if not is_known or not 0 <= warmup_length <= 1:
             raise ValueError(
-                "warmup_length is a share of the run, in [0, 1], and warmup_method "
+                "warmup_length must be a share of the run, in [0, 1], and warmup_method "
                 f"'linear' or 'constant', not {warmup_length=}, {warmup_method=}"
             )
         start = warmup_factor * scheduler(0.0)
@@ -269,16 +269,16 @@ class WarmupParamScheduler(CompositeParamScheduler):
 class LRMultiplier(LRScheduler):
     """Sets the learning rate of each group to ``base_lr * multiplier(step / max_iter)``.
 
-    ``base_lr`` is the group's ``initial_lr``, or its ``lr`` where it has none; so a group may
-    be added to the optimizer at any time. The rate of the first step is set at once. Steps
-    beyond ``max_iter`` keep the final value.
+    ``base_lr`` is the group's ``initial_lr``, or its ``lr`` if it has no ``initial_lr``, so groups
+    may be added to the optimizer at any time. The constructor sets the rate of the first step.
+    Steps beyond ``max_iter`` keep the final value.
 
-    It is a torch ``LRScheduler`` that takes a fraction of the time of torch's own, since it leaves
-    ``optimizer.step`` as it is and does not watch the order of steps.
+    This torch ``LRScheduler`` takes a fraction of the time of torch's own schedulers, since it
+    does not wrap ``optimizer.step`` and does not check the order of steps.
 
     Args:
-        optimizer: has its ``param_groups`` written to. A ``lr`` that is a tensor is filled in
-            place.
+        optimizer: the optimizer, whose ``param_groups`` are changed. If ``lr`` is a tensor, it is
+            filled in place.
         multiplier: a function of the progress of the run, in [0, 1].
         max_iter: the number of steps of the run, at least 1.
         last_iter: the last finished step of a run to continue; -1 starts a new one.
@@ -291,7 +291,7 @@ class LRMultiplier(LRScheduler):
         max_iter: int,
         last_iter: int = -1,
     ) -> None:
-        # The constructor of torch is not called: it would replace optimizer.step by a slower one.
+        # torch's constructor is not called, since it would wrap optimizer.step, which costs time.
         self.optimizer = optimizer
         self.last_epoch = last_iter
         self._multiplier = multiplier
@@ -301,13 +301,13 @@ class LRMultiplier(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step ``last_epoch``, one float per group."""
         where = self.last_epoch / self._max_iter
-        if where > 1.0:  # min() takes longer, in each step
+        if where > 1.0:  # faster than min()
             where = 1.0
         factor = self._multiplier(where)
         rates = []
         for group in self.optimizer.param_groups:
             if "initial_lr" not in group:
-                # Synchronises with the device, if the rate is a tensor there.
+                # Host-device synchronisation, if the rate is a tensor on a device.
                 group["initial_lr"] = float(group["lr"])
             rates.append(group["initial_lr"] * factor)
         return rates
@@ -319,10 +319,10 @@ class LRMultiplier(LRScheduler):
         if epoch is None:
             epoch = self.last_epoch + 1
         self.last_epoch = epoch
-        for index, rate in enumerate(self.get_lr()):  # zip(strict=True) takes longer
+        for index, rate in enumerate(self.get_lr()):  # faster than zip(strict=True)
             group = self.optimizer.param_groups[index]
             if hasattr(group["lr"], "fill_"):
-                # A tensor, filled in place for captured graphs; no synchronisation.
+                # A tensor is filled in place, for captured graphs; no synchronisation.
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate

@@ -49,7 +49,7 @@ class BaseStrategy:
     :mod:`hooktrain.compat.mmengine` have MMEngine's further methods.
 
     Args:
-        device: such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
+        device: the device, such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
         sync_bn: ``"torch"`` computes the statistics of batch norms over the batches of all ranks,
             by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
         activation_checkpointing: the modules that recompute their activations in the backward
@@ -61,7 +61,7 @@ class BaseStrategy:
             ``backend="gloo"``.
 
     Attributes:
-        environment: the settings.
+        environment: the ``settings`` above.
         launcher: the program that started the processes; see :func:`infer_launcher`.
         device: the device of this process, from :meth:`setup` on.
         seed: the seed of the run, without the rank. If none was given, :meth:`setup` draws it.
@@ -69,8 +69,8 @@ class BaseStrategy:
         saves_shards: whether checkpoints should be folders of shards.
 
     Raises:
-        TypeError: for an unknown argument.
-        ValueError: for an unknown ``sync_bn``.
+        TypeError: if an argument is unknown.
+        ValueError: if ``sync_bn`` is unknown.
     """
 
     launcher: Launcher
@@ -88,7 +88,7 @@ class BaseStrategy:
         ddp: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        # A single process never converts the model, and would not notice a wrong name.
+        # A single process never converts the model, so a wrong name would go unnoticed.
         if sync_bn not in (None, "torch"):
             raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.environment = Environment(**settings)
@@ -103,7 +103,7 @@ class BaseStrategy:
     def prepare(self, model: ModelSource, *, compile: Compile = False) -> nn.Module:
         """Make a model ready to train. A collective.
 
-        Another call with the same model returns the prepared one again.
+        Another call with the same model returns the prepared model again.
 
         Args:
             model: see :meth:`build_model`.
@@ -113,14 +113,14 @@ class BaseStrategy:
             The prepared model.
 
         Raises:
-            ValueError: for another model than before.
+            ValueError: if the strategy has already prepared another model.
         """
         self.setup()
         if hasattr(self, "model"):
             bare = unwrap_model(self.model)
             if isinstance(model, nn.Module) and unwrap_model(model) is not bare:
                 raise ValueError(
-                    "this strategy has prepared another model: make a strategy for each model"
+                    "this strategy has already prepared another model: make a strategy for each"
                 )
             return self.model
         built = self.build_model(model)
@@ -133,7 +133,7 @@ class BaseStrategy:
     def setup(self) -> None:
         """Join the other processes, choose the device, and seed. A collective.
 
-        Another call has no effect. If you build the model yourself, call this first, so that the
+        A second call has no effect. If you build the model yourself, call this first, so that the
         seed determines its weights.
         """
         if self._is_set_up:
@@ -171,14 +171,14 @@ class BaseStrategy:
         self.seed = set_random_seed(seed, deterministic, diff_rank_seed)
 
     def build_model(self, model: ModelSource) -> nn.Module:
-        """The model, which is built if it is not a module yet.
+        """Build the model, unless it is a module already.
 
         Args:
             model: a module, which is returned; a ``LazyCall`` of one; or a function that
                 returns one.
 
         Raises:
-            TypeError: for any other object, or if a LazyCall or function returns one.
+            TypeError: for any other object, or if the LazyCall or function returns one.
         """
         built: Any = instantiate(model)
         if callable(built) and not isinstance(built, nn.Module):
@@ -222,17 +222,16 @@ class BaseStrategy:
 
         Args:
             model: a model, wrapped or not.
-            compile: False leaves the model as it is. True compiles the forward. A dict has
-                arguments of :func:`torch.compile`, and may have another method as ``target``,
-                such as ``"train_step"``; a copy of the model then calls the method of the
-                original.
+            compile: False compiles nothing. True compiles ``forward``. A dict has the arguments of
+                :func:`torch.compile`, and may name another method as ``target``, such as
+                ``"train_step"``; a copy of the model then calls the method of the original.
         """
         if compile is False:
             return model
         options = {} if compile is True else {**compile}
         target = options.pop("target", "forward")
         if target == "forward":
-            # nn.Module.compile compiles the hooks too, and copies of the model are not compiled.
+            # nn.Module.compile compiles hooks too. Copies of the model are not compiled.
             model.compile(**options)
         else:
             setattr(model, target, torch.compile(getattr(model, target), **options))
@@ -257,7 +256,7 @@ class BaseStrategy:
 def broadcast_buffers(model: nn.Module) -> None:
     """Send the first rank's buffers to all ranks. A collective.
 
-    Unless ranks exchange them during training, each rank's buffers have the statistics of its own
+    Unless the ranks exchange buffers during training, each rank's have the statistics of its own
     batches.
     """
     _broadcast(model.buffers())
@@ -266,5 +265,5 @@ def broadcast_buffers(model: nn.Module) -> None:
 def _broadcast(given: Iterable[Tensor]) -> None:
     tensors = [tensor.detach() for tensor in given]
     if tensors and comm.get_world_size() > 1:
-        # DistributedDataParallel uses it too; torch has no public name for it.
+        # DistributedDataParallel uses this function too; it has no public name.
         dist._broadcast_coalesced(dist.group.WORLD, tensors, _BUCKET_BYTES, 0)  # type: ignore[arg-type, attr-defined]

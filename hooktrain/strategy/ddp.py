@@ -1,4 +1,4 @@
-"""One device, or data parallel: the whole model on each rank, and gradients averaged."""
+"""A single device, or data parallelism: the whole model on each rank, with averaged gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,8 +36,8 @@ class SingleDeviceStrategy(BaseStrategy):
         size = count_processes(self.environment.launcher)
         if size > 1:
             raise RuntimeError(
-                f"SingleDeviceStrategy in one of {size} processes: use DDPStrategy or "
-                "FSDPStrategy, or 'auto'"
+                f"SingleDeviceStrategy does not support {size} processes: use DDPStrategy, "
+                "FSDPStrategy or 'auto'"
             )
         self.launcher = "none"
 
@@ -45,9 +45,9 @@ class SingleDeviceStrategy(BaseStrategy):
 def wrapper_for(model: nn.Module) -> type[nn.Module]:
     """The class of DistributedDataParallel that fits a model.
 
-    It is ``NamingDistributedDataParallel``, torch's class with better messages, except for models
-    with a ``train_step``: ``StepDistributedDataParallel`` if it is that of
-    :class:`hooktrain.model.BaseModel`, otherwise ``SeparateDistributedDataParallel``.
+    For a model without a ``train_step`` it is ``NamingDistributedDataParallel``; for one that
+    inherits the ``train_step`` of :class:`hooktrain.model.BaseModel` it is
+    ``StepDistributedDataParallel``; for any other it is ``SeparateDistributedDataParallel``.
     """
     step = getattr(type(model), "train_step", None)
     if step is None:
@@ -76,7 +76,7 @@ def create_ddp_model(
     Returns:
         The wrapped model; in a single process the model itself.
     """
-    # Before the ranks get the first rank's weights.
+    # Before DDP broadcasts the first rank's weights.
     init_weights_once(model)
     if comm.get_world_size() == 1:
         return model
@@ -97,11 +97,11 @@ def create_ddp_model(
 def refuse_unexchanged(model: nn.Module) -> None:
     """Refuse trainable parameters that were not trainable when DDP wrapped the model.
 
-    The ranks would not exchange their gradients, and drift apart.
+    The ranks would not exchange their gradients, so the ranks' weights would drift apart.
 
     Args:
-        model: the model. Of a part in torch's own DistributedDataParallel only the number of the
-            parameters that it exchanges is known.
+        model: the model. If torch's own DistributedDataParallel wraps it or a child, only the
+            number of exchanged parameters is known.
 
     Raises:
         ValueError: if there are such parameters.
@@ -119,9 +119,9 @@ def refuse_unexchanged(model: nn.Module) -> None:
             left = sorted(names) if len(names) > known else []
         if left:
             raise ValueError(
-                "the ranks do not exchange the gradients of parameters that are frozen, or "
-                f"missing, when DistributedDataParallel wraps the model: {left[:5]}. For layers "
-                "that are trained later, freeze them after "
+                "the ranks do not exchange the gradients of parameters that were frozen or "
+                f"missing when DistributedDataParallel wrapped the model: {left[:5]}. Freeze "
+                "layers that are trained later only after "
                 "create_ddp_model(model, find_unused_parameters=True)"
             )
 
@@ -130,14 +130,14 @@ class DDPStrategy(BaseStrategy):
     """DistributedDataParallel over the processes of a launcher, also on the CPU.
 
     The process joins the others, unless it already has, as in :func:`hooktrain.engine.launch`.
-    A single process does not wrap its model.
+    With a single process the model is not wrapped.
 
     Args:
         kwargs: see :class:`BaseStrategy`.
     """
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Bring the model to its device and wrap it."""
+        """Move the model to its device and wrap it."""
         if is_model_wrapper(model):
             return model
         options = {"broadcast_buffers": False, **self.ddp}
@@ -156,16 +156,16 @@ def build_strategy(
 
     Args:
         strategy: ``"auto"``, which is :class:`SingleDeviceStrategy` for a single process and
-            :class:`DDPStrategy` for several; the name of a class of this package, or another
-            dotted name; or a ``LazyCall``.
-        defaults: arguments, which those of a ``LazyCall`` override.
+            :class:`DDPStrategy` for several; the name of a class of this package, or the dotted
+            name of another class; or a ``LazyCall``.
+        defaults: default arguments, which those of a ``LazyCall`` override.
 
     Raises:
-        ImportError: for an unknown name.
-        TypeError: for any other object, such as a built strategy, or an unknown argument.
+        ImportError: if the name is unknown.
+        TypeError: for any other object, such as a built strategy, or for an unknown argument.
     """
     if strategy == "auto":
-        # One configuration then serves any number of processes.
+        # So one configuration serves any number of processes.
         single = count_processes() == 1
         strategy = "SingleDeviceStrategy" if single else "DDPStrategy"
     if isinstance(strategy, str):

@@ -1,4 +1,4 @@
-"""A process of a run: its launcher, how it joins the others, its device and its seed."""
+"""The process of a rank: its launcher, how it joins the others, its device and its seed."""
 
 import atexit
 import gc
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 Launcher = Literal["none", "pytorch", "slurm", "mpi", "submitit"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# Rank, rank on the machine, number of processes, number on the machine. The first launcher whose
-# variables are set started this process: mpirun's daemons may be tasks of srun, and srun may start
-# torchrun, or submitit's local executor.
+# The variables for rank, local rank, world size and local world size. The first launcher whose
+# variables are set has started this process: mpirun's daemons may be tasks of srun, and srun may
+# start torchrun, or submitit's local executor.
 _VARIABLES: dict[Launcher, tuple[str, ...]] = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpi": (  # Open MPI
@@ -38,13 +38,13 @@ _VARIABLES: dict[Launcher, tuple[str, ...]] = {
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "submitit": (  # its local executor, which has one machine; otherwise it is srun that starts
+    "submitit": (  # its local executor, on one machine; on a cluster submitit uses srun
         "SUBMITIT_LOCAL_GLOBALID",
         "SUBMITIT_LOCAL_LOCALID",
         "SUBMITIT_LOCAL_NTASKS",
         "SUBMITIT_LOCAL_NTASKS",
     ),
-    # The last one has the ranks on the machine, such as 2,3.
+    # The last variable lists the ranks on the machine, such as 2,3.
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GTIDS"),
 }
 
@@ -70,8 +70,8 @@ def infer_launcher() -> Launcher:
     """The launcher of this process, from the environment variables.
 
     ``"pytorch"`` is torchrun, or another launcher that sets ``WORLD_SIZE``; ``"mpi"`` is Open MPI's
-    mpirun; ``"slurm"`` is srun; ``"submitit"`` is its local executor. For the batch script of a
-    SLURM job, which has srun's variables too, it is ``"none"``.
+    mpirun; ``"slurm"`` is srun; ``"submitit"`` is submitit's local executor. The batch script of a
+    SLURM job has srun's variables too, but its launcher is ``"none"``.
     """
     is_batch_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
     for launcher, (_, _, world_size, _) in _VARIABLES.items():
@@ -89,7 +89,7 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
         launcher: see :func:`infer_launcher`.
 
     Raises:
-        ValueError: for an unknown launcher, or if a variable is missing or not a number.
+        ValueError: if the launcher is unknown, or a variable is missing or not a number.
     """
     if launcher == "none":
         return RankInfo()
@@ -99,15 +99,15 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
         )
     names = _VARIABLES[launcher]
     known = {"LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE")}  # as DeepSpeed calls it
-    if os.environ.get(names[2]) == "1":  # a process on its own
+    if os.environ.get(names[2]) == "1":  # a single process
         known = dict(zip(names, ("0", "0", "1", "1"), strict=True))
     values = {name: os.environ.get(name, known.get(name)) for name in names}
     missing = [name for name, value in values.items() if value is None]
     if missing:
         raise ValueError(
-            f"the environment lacks {missing}, beside {values}. If each machine or container has "
-            "one process, set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a process on its own unset "
-            "WORLD_SIZE"
+            f"the environment variables {missing} are not set: {values}. If each machine or "
+            "container has one process, set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a single process, "
+            "unset WORLD_SIZE"
         )
     *numbers, here = [str(values[name]) for name in names]
     if launcher == "slurm":
@@ -118,7 +118,7 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
 def find_address(info: RankInfo) -> tuple[str, int]:
     """The host and port at which the processes meet: ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    If they are not set, they are this machine, if the run uses no other one, and 29500. Two runs on
+    The defaults are this machine, if the run uses no other machine, and port 29500. Two runs on
     one machine need different ports.
 
     Args:
@@ -130,19 +130,19 @@ def find_address(info: RankInfo) -> tuple[str, int]:
     host = os.environ.get("MASTER_ADDR")
     if host is None and info.world_size > info.local_world_size:
         raise ValueError(
-            "set MASTER_ADDR to the address of the machine of rank 0; in a job of SLURM by "
+            "set MASTER_ADDR to the address of the machine of rank 0; in a SLURM job by "
             "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
         )
     return host or "127.0.0.1", int(os.environ.get("MASTER_PORT", "29500"))
 
 
 def count_processes(launcher: Launcher | None = None) -> int:
-    """The number of processes of the run, also before they have joined each other.
+    """The number of processes of the run, even before they have joined each other.
 
     Args:
         launcher: the program that started them; None infers it.
     """
-    if dist.is_initialized():  # also by others, whose variables may be incomplete
+    if dist.is_initialized():  # perhaps by a script whose variables are incomplete
         return dist.get_world_size()
     return get_rank_info(launcher or infer_launcher()).world_size
 
@@ -160,10 +160,10 @@ def join_processes(
 ) -> None:
     """Join the other processes that the launcher has started. A collective.
 
-    This makes the default process group, and makes the accelerator of the local rank the current
-    one. It raises the process's limit of open files as far as allowed, and sets ``LOCAL_RANK`` and
-    ``LOCAL_WORLD_SIZE``, as torchrun does. When torchrun is killed, the process is killed with it
-    (Linux).
+    This initialises the default process group, and makes the accelerator of the local rank the
+    current one. It raises the process's limit of open files as far as allowed, and sets
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as torchrun does. If torchrun is killed, the process is
+    killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -174,14 +174,15 @@ def join_processes(
     Raises:
         ValueError: as :func:`get_rank_info` and :func:`find_address`.
     """
-    # The functions of this module have the default group as a default argument. If it is imported
-    # while there is a group, as the first optimizer does, it keeps the group's threads alive after
-    # the end of the group, and a thread that is busy at the interpreter's exit aborts the process.
+    # The functions of this module have the default group as a default argument. If it were first
+    # imported while a group exists, as building an optimizer does, it would keep the group's
+    # threads alive after the group is destroyed. A thread that is busy at the interpreter's exit
+    # aborts the process.
     import torch.distributed.nn.functional
 
     if dist.is_torchelastic_launched():
-        # Without torchrun the ranks would continue, and keep the output folder locked for the next
-        # run.
+        # Otherwise the ranks would outlive torchrun, and keep the output folder locked for the
+        # next run.
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
     info = get_rank_info(launcher)
     # gloo connects each pair of ranks, and a connection takes a file descriptor.
@@ -199,7 +200,7 @@ def join_processes(
         backend = dist.get_default_backend_for_device(device or "cpu")
     dist.init_process_group(
         backend,
-        # With the device, the group connects at once, so errors of connections show here.
+        # Given a device, the group connects at once, so connection errors are raised here.
         device_id=None if backend == "gloo" else device,
         store=_store(info, timeout),
         rank=info.rank,
@@ -221,7 +222,7 @@ def meeting_place(
         num_machines: the number of machines.
 
     Returns:
-        The environment variables with the address; and the store, if this process serves it.
+        The environment variables with the address, and the store if this process serves it.
 
     Raises:
         ValueError: for several machines, if ``dist_url`` is not an address with a port.
@@ -234,7 +235,7 @@ def meeting_place(
                 f"'tcp://10.0.0.1:29500', got {dist_url!r}"
             )
         return {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}, None
-    # The parent holds the port, so that no other program takes it before the children connect.
+    # The parent binds the port, so that no other program takes it before the children connect.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     variables = {
         "MASTER_ADDR": "127.0.0.1",
@@ -255,7 +256,7 @@ def _store(info: RankInfo, timeout: timedelta) -> Any:
     )
     if info.world_size == info.local_world_size:
         # torchrun's store survives a restart, and still has the addresses of the dead ranks. On
-        # several machines the counts of restarts may differ, so they cannot be the prefix.
+        # several machines the restart counts may differ, so they cannot be used as a prefix.
         store = c10d.PrefixStore(f"attempt{restart_count()}", store)
     return store
 
@@ -263,7 +264,7 @@ def _store(info: RankInfo, timeout: timedelta) -> Any:
 def leave_processes() -> None:
     """Leave the process group, if there is one, and end its threads.
 
-    A model in DistributedDataParallel also holds the group: delete the model first.
+    A model in DistributedDataParallel keeps the group alive, so delete the model first.
     """
     if dist.is_initialized():
         gc.collect()  # for models in reference cycles
@@ -274,15 +275,15 @@ def _leave_at_exit() -> None:
     """Leave the process group when the interpreter exits, if the script has not left it.
 
     After an uncaught error the process must not wait for messages that other ranks may never send.
-    gloo's destructor would wait; another reference prevents its call.
+    gloo's destructor would wait, so one more reference keeps it from being called.
     """
     if hasattr(sys, "last_value"):
         pythonapi.Py_IncRef(py_object(dist.distributed_c10d._world.pg_map))
     elif dist.is_initialized():
         leave_processes()
         # A model in DistributedDataParallel may still hold the group. gloo's threads need the
-        # interpreter to free what they have sent. A thread that waits for it after its end aborts
-        # the process.
+        # interpreter to free the tensors that they have sent. A thread that waits for the
+        # interpreter after its end aborts the process.
         time.sleep(0.1)
 
 
@@ -290,13 +291,13 @@ def choose_device(wanted: Device | None = None) -> torch.device:
     """The device of this process; an accelerator becomes the current one.
 
     Args:
-        wanted: such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. None is the accelerator, or the CPU
-            if there is none. Without a number it is the current device, which
-            :func:`join_processes` has chosen for each rank.
+        wanted: the device, such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. None is the accelerator,
+            or the CPU if there is none. Without a number it is the current device, which
+            :func:`join_processes` sets for each rank.
 
     Raises:
         ValueError: if this machine has no such device.
-        RuntimeError: for an unknown name.
+        RuntimeError: if the name is unknown.
     """
     cpu = torch.device("cpu")
     there = torch.accelerator.current_accelerator(check_available=True) or cpu
@@ -304,7 +305,7 @@ def choose_device(wanted: Device | None = None) -> torch.device:
     if device.type == "cpu":
         return cpu
     if device.type != there.type:
-        raise ValueError(f"device={str(wanted)!r} is not available, only {there}")
+        raise ValueError(f"device={str(wanted)!r} is not available: use {there}")
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -313,10 +314,11 @@ def choose_device(wanted: Device | None = None) -> torch.device:
 def set_random_seed(
     seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False
 ) -> int:
-    """Seed the generators of Python, numpy and torch. A collective without a seed.
+    """Seed the generators of Python, numpy and torch. A collective if no seed is given.
 
     Args:
-        seed: from 0 to 2^32 - 1; for None or a negative number, the ranks draw one together.
+        seed: the seed, from 0 to 2^32 - 1; for None or a negative number, the ranks draw one
+            together.
         deterministic: whether torch uses deterministic algorithms only, and raises an error for an
             operation that has none.
         diff_rank_seed: whether to add the rank to the seed of each rank.
@@ -344,8 +346,8 @@ class Environment:
     Args:
         launcher: the program that started the processes; None infers it, see
             :func:`infer_launcher`.
-        backend: the backend of the process group, such as ``"nccl"`` or ``"gloo"``; None is that
-            of the device.
+        backend: the backend of the process group, such as ``"nccl"`` or ``"gloo"``; None is the
+            device's default.
         timeout: the timeout of collectives, as a timedelta or in seconds.
         seed: see :func:`set_random_seed`; the same on all ranks.
         diff_rank_seed: whether to add the rank to the seed of each rank.

@@ -1,4 +1,4 @@
-"""Sharding the model, its gradients and the optimizer's state over processes."""
+"""The strategy that shards the model, its gradients and the optimizer's state over processes."""
 
 import logging
 import math
@@ -32,34 +32,34 @@ class FSDPStrategy(BaseStrategy):
     ``deferred_init``, into that of the first rank's CPU. Build optimizers afterwards.
 
     Beyond data parallelism, ``mesh`` arranges the ranks in several dimensions, and ``parallelize``
-    divides the computation of a batch among the ranks of ``"tensor"``. These get
-    the same batches and seeds, so call :meth:`setup` before you build the loaders.
+    divides the computation of a batch among the ranks of the dimension ``"tensor"``. These ranks
+    get the same batches and seeds, so call :meth:`setup` before you build the loaders.
 
     Args:
         wrap: the modules whose parameters are gathered one module at a time: classes such as
             ``{Block}``, or a function of name and module.
         mp_policy: torch's ``MixedPrecisionPolicy``: the precision of the computation and of the
-            exchange of gradients. None changes none.
+            exchange of gradients. None changes nothing.
         offload: whether to keep parameters, gradients and the optimizer's state in CPU memory. The
             process group then also needs a backend for the CPU: ``backend="cpu:gloo,cuda:nccl"``.
         reshard_after_forward: see :func:`hooktrain.model.sharding.shard_model`.
-        deferred_init: whether only the first rank builds the model of a LazyCall or function with
-            values, on the CPU. All ranks build it on the meta device, without values, and get
-            their shards of these when it is sharded.
-        saves_shards: whether a checkpoint is a folder to which each rank writes its shards, or one
-            file as with other strategies. Both can be loaded in either case.
+        deferred_init: whether all ranks build the model (a LazyCall or function) on the meta
+            device. Only the first rank also builds it with values, on the CPU, from which all
+            ranks get their shards.
+        saves_shards: whether a checkpoint is a folder to which each rank writes its shards, instead
+            of one file as with other strategies. Both can be loaded in either case.
         mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"`` and ``"tensor"``.
-            By default ``"shard"`` has all ranks that remain.
+            By default ``"shard"`` has all remaining ranks.
             ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
         parallelize: a function of the model and the mesh, or its dotted name, called before the
-            model is sharded. It changes the model, or returns another, by torch's
+            model is sharded. It changes the model, or returns a new one, typically by torch's
             ``parallelize_module`` over ``mesh["tensor"]``; it may also compile modules or
             checkpoint activations. Modules for which it calls ``fully_shard`` are not sharded
             again.
         kwargs: see :class:`BaseStrategy`.
 
     Attributes:
-        mesh: the mesh with these dimensions, from :meth:`setup` on.
+        mesh: the DeviceMesh with these dimensions, from :meth:`setup` on.
 
     Raises:
         ValueError: in :meth:`setup`, if ``mesh`` has an unknown dimension or does not fit the
@@ -102,7 +102,7 @@ class FSDPStrategy(BaseStrategy):
         super()._join_processes()
         if not self.distributed:
             raise RuntimeError(
-                "FSDPStrategy needs processes: start them by torchrun or launch()"
+                "FSDPStrategy needs a process group: start processes by torchrun or launch()"
             )
         size = self.world_size
         sizes = {**self.mesh_sizes}
@@ -120,24 +120,23 @@ class FSDPStrategy(BaseStrategy):
         # The ranks that compute a batch together are adjacent.
         parts = sizes["shard"] * sizes.get("replicate", 1)
         comm.set_data_part(self.rank * parts // size, parts)
-        # It warns on each rank that two dimensions take two collectives.
+        # torch would warn on each rank that two dimensions take two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel("ERROR")
 
     def build_model(self, model: ModelSource) -> nn.Module:
-        """The model; with ``deferred_init`` it is on the meta device."""
+        """Build the model, with ``deferred_init`` on the meta device."""
         if not self.deferred_init:
             return super().build_model(model)
         self._values = {}
         if self.rank == 0:
-            with torch.random.fork_rng(
-                devices=[]
-            ):  # since the other ranks draw nothing
+            # The other ranks draw no random numbers.
+            with torch.random.fork_rng(devices=[]):
                 whole = super().build_model(model)
                 self.init_model_weights(whole)
             self._values = dict(sharding.named_tensors(whole))
         with torch.device("meta"):
             bare: Any = super().build_model(model)
-        bare.is_init = True  # the values are
+        bare.is_init = True  # the first rank's values are initialised
         return bare  # type: ignore[no-any-return]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -151,5 +150,5 @@ class FSDPStrategy(BaseStrategy):
             model = self.parallelize(model, self.mesh) or model
         names = self.mesh.mesh_dim_names or ()
         data = self.mesh[names[: names.index("shard") + 1]]
-        values = vars(self).pop("_values", None)  # the memory is free afterwards
+        values = vars(self).pop("_values", None)  # to free the memory afterwards
         return sharding.shard_model(model, mesh=data, values=values, **self.sharding)

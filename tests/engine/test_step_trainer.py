@@ -262,5 +262,5 @@ def test_an_optimizer_that_the_step_forgets_is_named_once(
     waiting = OptimWrapper(sgd(model.a), accumulative_counts=40)
     wrappers = OptimWrapperDict(a=waiting, b=OptimWrapper(sgd(model.b)))
     StepTrainer(model, batches(4), wrappers).train(0, 40)
-    text = "The optimizer b has made no step so far"
+    text = "The optimizer b has not made a step so far"
     assert [record.message for record in caplog.records] == [text]

@@ -89,7 +89,7 @@ def test_tensors_that_are_not_to_be_trained_are_not_named(
     model.own = trainable()
     warnings_of(model, model.own)
     [told] = caplog.messages
-    assert "not the model's, nor saved" in told
+    assert "not the model's, so they are not saved" in told
 
 
 def train(rates: list[float], **settings: Any) -> None:

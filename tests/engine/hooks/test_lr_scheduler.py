@@ -478,7 +478,7 @@ def test_a_scheduler_that_waits_for_its_first_step_is_not_told_as_idle(
     scheduler = StepLR(trainer.optimizer, step_size=100)
     trainer.register_hooks([LRScheduler(scheduler=scheduler)])
     trainer.train(0, 3)
-    assert "A scheduler was made" not in caplog.text
+    assert "a scheduler that is not stepped" not in caplog.text
 
 
 def test_of_groups_of_one_parameter_the_most_common_rate_is_recorded() -> None:
