@@ -413,7 +413,7 @@ def eval_mode() -> None:
 
 MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     # What belongs together
-    (lambda: train(optimizer=another_head), WARNING, "2 parameters .* nor saved"),
+    (lambda: train(optimizer=another_head), WARNING, "2 parameters .* not saved"),
     (lambda: train(model=LayersInAList()), WARNING, "model.layers .*nn.ModuleList"),
     (lambda: train(*[HookBase()] * 2), ValueError, "has a trainer already"),
     (

@@ -1,4 +1,4 @@
-"""Names that hooktrain lacks are imported from the packages that have them, if installed."""
+"""Imports names that hooktrain lacks from detectron2, mmengine and related packages."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,13 +10,13 @@ def of_peers(name: str, modules: Iterable[str], otherwise: str) -> Any:
     A module's ``__getattr__`` calls this, so hooktrain's own names come first.
 
     Args:
-        name: of a class, a function or a whole module.
-        modules: dotted names. Those of packages that are not installed are passed over.
-        otherwise: the message if no module has it, which says which package does.
+        name: the name of a class, a function or a whole module.
+        modules: the dotted names of modules. Packages that are not installed are skipped.
+        otherwise: the message if no module has the name; it should say which package does.
 
     Raises:
-        AttributeError: for a name of Python's own, such as ``__path__``.
-        ImportError: with that message, and with the errors of modules that cannot be imported.
+        AttributeError: for one of Python's special names, such as ``__path__``.
+        ImportError: with that message, and the errors of modules that cannot be imported.
     """
     if name.startswith("__"):
         raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""A registry of objects that a configuration chooses by name, as in fvcore and MMEngine."""
+"""A registry of objects that a configuration selects by name, as in fvcore and MMEngine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,9 +7,9 @@ from hooktrain.utils.names import call, did_you_mean, locate
 
 
 class Registry:
-    """A table from names to objects, for what a config chooses by name.
+    """Maps names to classes and functions, which a config selects by name.
 
-    Iterating gives ``(name, object)`` pairs; ``in`` is about the names.
+    Iterating yields ``(name, object)`` pairs; ``in`` checks names.
 
     Example::
 
@@ -21,7 +21,7 @@ class Registry:
         BACKBONES.build({"type": "MyBackbone", "depth": 50})
 
     Args:
-        name: what the registry holds, for error messages.
+        name: the name of the registry, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,7 +29,7 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     def register(self, obj: Any = None) -> Any:
-        """Register an object under its name; without one, a decorator that does."""
+        """Register an object under its name; without an object, return a decorator."""
         return self.register_module(module=obj)
 
     def register_module(
@@ -38,7 +38,7 @@ class Registry:
         force: bool = False,
         module: Any = None,
     ) -> Any:
-        """Register an object, or return a decorator that does.
+        """Register an object, or return a decorator that registers one.
 
         Example::
 
@@ -48,15 +48,15 @@ class Registry:
             MODELS.register_module(module=torchvision.models.resnet18)
 
         Args:
-            name: the name to register under, or several; None is its ``__name__``.
-            force: replace what is registered under that name.
-            module: the object; without one, a decorator is returned.
+            name: the name to register under, or several; None is the object's ``__name__``.
+            force: whether to replace an object that is registered under that name.
+            module: the object; if it is None, a decorator is returned.
 
         Returns:
             The object, or the decorator.
 
         Raises:
-            TypeError: for a decorator without parentheses.
+            TypeError: if the decorator is used without parentheses.
             ValueError: if a name is taken and ``force`` is not set.
         """
         if callable(name):
@@ -70,7 +70,7 @@ class Registry:
             if each in self and not force:
                 raise ValueError(
                     f"the registry {self.name!r} already has {self._objects[each]!r} as "
-                    f"{each!r}; to put {module!r} in its place, give force=True"
+                    f"{each!r}; to replace it by {module!r}, give force=True"
                 )
         self._objects |= dict.fromkeys(names, module)
         return module
@@ -79,7 +79,7 @@ class Registry:
         """The object registered under ``name``.
 
         Raises:
-            KeyError: if there is none; the message suggests the nearest name.
+            KeyError: if the name is not registered; the message suggests the nearest name.
         """
         if name not in self:
             text = f"no {name!r} in the registry {self.name!r}"
@@ -87,15 +87,15 @@ class Registry:
         return self._objects[name]
 
     def find(self, kind: Any) -> Any:
-        """The class or function that the ``type`` of a configuration means.
+        """The class or function that the ``type`` of a configuration refers to.
 
         Args:
-            kind: a registered name, the dotted name of something to import, or the class
+            kind: a registered name, the dotted name of an importable object, or the class
                 or function itself.
 
         Raises:
-            KeyError: if no such name is registered; the message suggests the nearest.
-            ImportError: if there is nothing with such a dotted name.
+            KeyError: if the name is not registered; the message suggests the nearest one.
+            ImportError: if a dotted name cannot be imported.
         """
         if not isinstance(kind, str):
             return kind
@@ -107,16 +107,16 @@ class Registry:
         """Call ``cfg["type"]`` with the other items of ``cfg``.
 
         Args:
-            cfg: ``type``, see :meth:`find`, and keyword arguments. It is not changed.
-            defaults: keyword arguments that ``cfg`` may replace, ``type`` among them.
+            cfg: a dict of ``type``, see :meth:`find`, and keyword arguments. It is not changed.
+            defaults: default items, possibly with ``type``, which those of ``cfg`` override.
 
         Raises:
             KeyError: if there is no ``type``, or it is not registered.
-            Exception: what the constructor raises, with a note that has its name.
+            Exception: the error of the constructor, with a note that names it.
         """
         arguments = {**defaults, **cfg}
         if "type" not in arguments:
-            text = f"the registry {self.name!r} needs a dict with 'type', got {cfg!r}"
+            text = f"the registry {self.name!r} needs a dict with 'type', not {cfg!r}"
             raise KeyError(text)
         target = self.find(arguments.pop("type"))
         where = f"of the registry {self.name!r} with the keys {list(arguments)}"

@@ -188,7 +188,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
         if 0.9 <= momentum < 1:
             logger.warning(
                 "momentum=%g is the weight of the current values, 1 - decay, so the average "
-                "forgets fast. Did you mean momentum=%g, that is decay=%g?",
+                "forgets fast. Did you mean momentum=%g, decay=%g?",
                 momentum,
                 1 - momentum,
                 momentum,

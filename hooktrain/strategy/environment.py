@@ -105,9 +105,8 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
     missing = [name for name, value in values.items() if value is None]
     if missing:
         raise ValueError(
-            f"the environment variables {missing} are not set: {values}. If each machine or "
-            "container has one process, set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a single process, "
-            "unset WORLD_SIZE"
+            f"the environment lacks {missing}: {values}. If each machine or container has one "
+            "process, set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a single process, unset WORLD_SIZE"
         )
     *numbers, here = [str(values[name]) for name in names]
     if launcher == "slurm":

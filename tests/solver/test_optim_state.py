@@ -166,7 +166,7 @@ def test_positions_of_one_group_a_parameter_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("names", "with_names", "message"),
     [
-        ("ab", False, "no names"),
+        ("ab", False, "no parameter names"),
         ("b", True, r"\['b.weight', 'b.bias', 'a.weight', 'a.bias'\]"),
         ("ab", True, r"\['b.weight', 'b.bias'\].* frozen"),
     ],

@@ -1,8 +1,8 @@
 """The names that training scripts import from detectron2, fvcore.common and iopath.
 
-``tools/from_detectron2.sed`` makes ``from detectron2.engine.defaults import DefaultTrainer`` into
-``from hooktrain.compat.detectron2 import DefaultTrainer``. Names of detection come from detectron2
-itself, where it is installed.
+``tools/from_detectron2.sed`` turns ``from detectron2.engine.defaults import DefaultTrainer`` into
+``from hooktrain.compat.detectron2 import DefaultTrainer``. Names that belong to detection are
+imported from detectron2 itself, if it is installed.
 """
 
 import sys
@@ -33,7 +33,7 @@ from hooktrain.utils.logger import *
 from hooktrain.utils.names import locate as locate
 
 # isort: split
-# Last, since these replace what has the same names above.
+# Last, since these replace objects of the same names above.
 from hooktrain.compat.detectron2 import model_zoo as model_zoo
 from hooktrain.compat.detectron2.checkpoint import (
     Checkpointer as Checkpointer,
@@ -103,7 +103,7 @@ from hooktrain.compat.detectron2.utils import (  # type: ignore[assignment]
     setup_logger as setup_logger,
 )
 
-# The names of detectron2's modules are names of this one, which has what they have: scripts say
+# detectron2's modules are all names for this module, which has their contents, for imports such as
 # `from detectron2.utils import events, logger`.
 _here: Any = sys.modules[__name__]
 build = collect_env = comm = defaults = env = events = file_io = hooks = logger = _here
@@ -111,5 +111,5 @@ memory = registry = samplers = train_loop = _here
 
 
 def __getattr__(name: str) -> Any:
-    """Find what is not here in the package that has it; see :mod:`hooktrain.compat.peers`."""
+    """Import a missing name from its own package; see :mod:`hooktrain.compat.peers`."""
     return of_detectron2(name)

@@ -1,4 +1,4 @@
-"""fvcore's and detectron2's checkpointers: the methods that projects override, on our files."""
+"""fvcore's and detectron2's checkpointers, with the methods that projects override."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ _OPTIONS = {"tag", "on_saved", "on_full"}
 
 
 def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
-    """Keep the core's options of a save from a subclass, which would take them for entries."""
+    """Hide the core's options of ``save`` from a subclass, which would save them as entries."""
 
     @wraps(save)
     def with_options(self: "Checkpointer", name: str, *args: Any, **extra: Any) -> None:
@@ -43,7 +43,7 @@ def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
             options = self._options
             self._options = {}
         path = os.path.join(self.save_dir, f"{name}.pth")
-        # It is still here if the subclass has written the file itself, and called no other save.
+        # It is still set if the subclass has written the file itself, without super().save().
         if "on_saved" in options and os.path.isfile(path):
             options["on_saved"](path)
 
@@ -51,22 +51,22 @@ def _keep_options(save: Callable[..., Any]) -> Callable[..., None]:
 
 
 class Checkpointer(core.Checkpointer):
-    """A :class:`hooktrain.checkpoint.Checkpointer` that calls what subclasses of fvcore's override.
+    """A :class:`hooktrain.checkpoint.Checkpointer` with the methods that fvcore's users override.
 
-    ``load(path)``, also of a resume, calls ``_load_file(filename)``, ``_load_model(checkpoint)``,
+    ``load(path)``, also on a resume, calls ``_load_file(filename)``, ``_load_model(checkpoint)``,
     ``_convert_ndarray_to_tensor(state_dict)`` and ``_log_incompatible_keys(incompatible)``. A
-    folder of shards is read without ``_load_file``. A resume asks ``has_checkpoint()`` and
-    ``get_checkpoint_file()``. An object whose state the file does not have keeps its own, with a
-    warning. A subclass may save by itself in ``save``.
+    folder of shards is read without ``_load_file``. A resume calls ``has_checkpoint()`` and
+    ``get_checkpoint_file()``. If the file lacks the state of an object, the object keeps its own,
+    with a warning. A subclass may write files itself in ``save``.
 
     Attributes:
-        path_manager: an object whose ``get_local_path`` finds the files to load. Files are saved
-            on a disk.
+        path_manager: an object whose ``get_local_path`` finds the files to load. Files are always
+            saved on a disk.
 
     Args:
-        model: None for none.
-        args: the others of the base class.
-        kwargs: the others of the base class.
+        model: the model, or None.
+        args: further arguments of the base class.
+        kwargs: further arguments of the base class.
     """
 
     def __init_subclass__(cls) -> None:
@@ -82,7 +82,7 @@ class Checkpointer(core.Checkpointer):
         super().__init__(model, *args, **kwargs)
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Begin to save, now that a resume was not refused; see the base class."""
+        """Start saving, once a resume was not refused; see the base class."""
         super().begin_run(is_new=is_new)
         publish(self.save_dir, CONFIG)
 
@@ -112,7 +112,7 @@ class Checkpointer(core.Checkpointer):
         return super().load(path, checkpointables)
 
     def read(self, path: AnyPath) -> State:
-        """The content of a file, by ``_load_file`` on each rank, or of a folder. Collective."""
+        """Read a file by ``_load_file`` on each rank, or a folder of shards. Collective."""
         name = os.fspath(path)
         if on_main_process(lambda: is_folder(name)):
             return super().read(name)
@@ -124,7 +124,7 @@ class Checkpointer(core.Checkpointer):
     def resume_or_load(
         self, path: AnyPath | None = None, *, resume: bool = True, **chosen: Any
     ) -> State:
-        """Load the newest intact checkpoint of ``save_dir``, or the model of ``path``."""
+        """Load the newest intact checkpoint in ``save_dir``, or the model in ``path``."""
 
         def find_newest() -> str:
             if resume and self.has_checkpoint():
@@ -132,7 +132,7 @@ class Checkpointer(core.Checkpointer):
             return ""
 
         if resume:
-            # If the store has a newer one, that is fetched.
+            # If the store has a newer checkpoint, it is fetched.
             next(self._names_to_resume(), None)
         newest = on_main_process(find_newest)
         if not newest:
@@ -146,7 +146,7 @@ class Checkpointer(core.Checkpointer):
             return self.load(found[0], **chosen)
 
     def _load_file(self, filename: str) -> State:
-        """The content of a file; a bare state dict is put under ``"model"``."""
+        """Read a file; a bare state dict is put under ``"model"``."""
         content = load_file(filename)
         if isinstance(content, dict) and content.keys() & {"model", "state_dict"}:
             return content
@@ -158,7 +158,7 @@ class Checkpointer(core.Checkpointer):
             self._log_incompatible_keys(found)
 
     def _load_model(self, checkpoint: State) -> IncompatibleKeys:
-        """Load what fits of ``checkpoint["model"]``, and remove that from the checkpoint."""
+        """Load the matching tensors of ``checkpoint["model"]``, and remove that entry."""
         state = with_model(checkpoint, "what was read")["model"]
         checkpoint.pop("model", None)
         self._convert_ndarray_to_tensor(state)
@@ -171,7 +171,10 @@ class Checkpointer(core.Checkpointer):
                 state_dict[name] = torch.tensor(value)
 
     def _log_incompatible_keys(self, incompatible: Any) -> None:
-        """Warn of what a subclass's ``_load_model`` has found; this one's has warned already."""
+        """Warn about mismatches that a subclass's ``_load_model`` returns.
+
+        The method above has already warned.
+        """
         if incompatible is not self._reported:
             self.logger.warning(
                 "Not loaded, since the file and the model differ: %s", incompatible
@@ -181,16 +184,17 @@ class Checkpointer(core.Checkpointer):
 class DetectionCheckpointer(Checkpointer):
     """A :class:`Checkpointer` that lets detectron2 read the files of its model zoo.
 
-    For these, ``.pkl`` and ``.pyth``, and for matching their names with the model's, detectron2
-    has to be installed. ``?matching_heuristics=True`` after a path matches names too.
+    Reading these files (``.pkl`` and ``.pyth``), and matching their names with the model's,
+    requires detectron2. ``?matching_heuristics=True`` after a path also matches names.
 
     Attributes:
-        trusted: whether such files are unpickled. Of others tensors and plain types are read.
+        trusted: whether such files are unpickled. From other files only tensors and plain types
+            are read.
 
     Args:
-        args: those of the base class.
-        trusted: True where you trust the files: to unpickle one runs any code that it holds.
-        kwargs: those of the base class.
+        args: arguments of the base class.
+        trusted: set it to True if you trust the files: unpickling runs any code that they contain.
+        kwargs: arguments of the base class.
     """
 
     _matches_names = False
@@ -223,7 +227,7 @@ class DetectionCheckpointer(Checkpointer):
             return self._torch_load(filename)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(
-                f"{error}. If you trust the file, and what code it may run: "
+                f"{error}. If you trust the file, which may run any code, use "
                 "DetectionCheckpointer(..., trusted=True)"
             ) from error
 
@@ -245,16 +249,16 @@ class DetectionCheckpointer(Checkpointer):
 class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
     """A :class:`hooktrain.engine.hooks.PeriodicCheckpointer` that also serves loops without hooks.
 
-    Such a loop calls :meth:`step` after each iteration, on all ranks or on one. So does this hook
-    in a trainer that is not hooktrain's, such as one that was copied from detectron2.
+    Such a loop calls :meth:`step` after each iteration, on all ranks or on one. In a trainer that
+    is not hooktrain's, such as a copy of detectron2's, the hook itself calls it.
 
     Args:
         checkpointer: the Checkpointer to save with.
-        period: see there; without a trainer in iterations.
-        max_iter: the number of iterations of the run, which a trainer sets. None writes no final
+        period: see the base class; without a trainer, in iterations.
+        max_iter: the number of iterations of the run; a trainer sets it. None writes no final
             file.
-        max_to_keep: see there.
-        file_prefix: see there.
+        max_to_keep: see the base class.
+        file_prefix: see the base class.
     """
 
     trainer: Any
@@ -276,18 +280,18 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
     def _begin(self, *, is_new: bool) -> None:
         self._has_begun = True
         if not isinstance(self.trainer, TrainerBase):
-            self.checkpointer.run_files = list  # its hooks name none
+            self.checkpointer.run_files = list  # the trainer's hooks name no files
         super()._begin(is_new=is_new)
 
     def after_step(self) -> None:
-        """Call :meth:`step`, in a trainer of any kind."""
+        """Call :meth:`step`, in any kind of trainer."""
         if isinstance(self.trainer, TrainerBase):
             super().after_step()
         else:
             self.step(self.trainer.iter)
 
     def after_train(self) -> None:
-        """Save the final checkpoint of a run that was stopped early; wait for the disk."""
+        """Save the final checkpoint if the run was stopped early, and wait for the disk."""
         if isinstance(self.trainer, TrainerBase):
             super().after_train()
 
@@ -306,5 +310,5 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
             self.checkpointer.finish()
 
     def save(self, name: str, **extra: Any) -> None:
-        """The same as ``checkpointer.save``: at any time, under any name."""
+        """Call ``checkpointer.save``: at any time, under any name."""
         self.checkpointer.save(name, **extra)

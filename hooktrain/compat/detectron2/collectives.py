@@ -1,4 +1,4 @@
-"""The functions of detectron2's ``comm`` that only its scripts call."""
+"""Functions of detectron2's ``comm`` that hooktrain itself does not need."""
 
 from typing import Any, TypeVar
 
@@ -13,12 +13,12 @@ _T = TypeVar("_T")
 
 
 def gather(data: _T, dst: int = 0, group: ProcessGroup | None = None) -> list[_T]:
-    """Bring every rank's picklable object to one rank, in the order of the ranks. Collective.
+    """Gather every rank's picklable object on one rank, in the order of the ranks. Collective.
 
     Args:
         data: the object of this rank, with tensors on the CPU.
         dst: the rank that gets the objects.
-        group: the ranks that take part; None is all of them.
+        group: the ranks that take part; None is all ranks.
 
     Returns:
         The objects of all ranks on rank ``dst``, and an empty list on the others.

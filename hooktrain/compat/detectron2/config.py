@@ -1,4 +1,4 @@
-"""`LazyCall` and `LazyConfig` as detectron2 has them, and omegaconf's functions on ConfigDicts."""
+"""detectron2's `LazyCall` and `LazyConfig`, and omegaconf's functions on ConfigDicts."""
 
 import sys
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from hooktrain.utils.file_io import AnyPath
 DictConfig = ConfigDict
 ListConfig = list
 MISSING: Any = "???"
-open_dict = nullcontext  # a ConfigDict takes new keys
+open_dict = nullcontext  # a ConfigDict always accepts new keys
 
 
 class LazyCall(config.LazyCall):
-    """A :class:`hooktrain.config.LazyCall` that refuses what could never be called.
+    """A :class:`hooktrain.config.LazyCall` that refuses a target that cannot be called.
 
     Raises:
         TypeError: if the target is not a callable, a name or a configuration.
@@ -34,11 +34,11 @@ class LazyCall(config.LazyCall):
 
 
 class LazyConfig(config.LazyConfig):
-    """A :class:`hooktrain.config.LazyConfig` that loads YAML, where omegaconf is installed."""
+    """A :class:`hooktrain.config.LazyConfig` that also loads YAML, if omegaconf is installed."""
 
     @staticmethod
     def load(filename: AnyPath, keys: Any = None) -> Any:
-        """The configuration in a file, whose references are resolved; see the base class."""
+        """Load a configuration and resolve its references; see the base class."""
         is_yaml = Path(filename).suffix in (".yaml", ".yml")
         if not is_yaml or find_spec("omegaconf") is None:
             return config.LazyConfig.load(filename, keys)
@@ -52,13 +52,13 @@ class LazyConfig(config.LazyConfig):
 
     @staticmethod
     def load_rel(filename: str, keys: Any = None) -> Any:
-        """`load` of a path that is relative to the file of the calling code."""
+        """:meth:`load` a path that is relative to the file of the calling code."""
         caller = Path(sys._getframe(1).f_code.co_filename)
         return LazyConfig.load(caller.parent / filename, keys)
 
 
 def _of_omegaconf(name: str, arguments: str = "") -> Any:
-    otherwise = f"OmegaConf.{name}{arguments} is omegaconf's own: install omegaconf"
+    otherwise = f"OmegaConf.{name}{arguments} needs omegaconf: install omegaconf"
     return getattr(of_peers("OmegaConf", ["omegaconf"], otherwise), name)
 
 
@@ -70,14 +70,14 @@ class _Functions(type):
 
 
 class OmegaConf(metaclass=_Functions):
-    """Those functions of omegaconf that configurations use, with ConfigDict as the DictConfig.
+    """The functions of omegaconf that configurations use, for ConfigDicts.
 
-    Others are omegaconf's own, where that is installed. They take no ConfigDict.
+    Its other functions come from omegaconf, if that is installed, and take no ConfigDict.
     """
 
     @staticmethod
     def create(obj: Any = None, **options: Any) -> Any:
-        """A config of a dict or a list; omegaconf makes one of YAML text and other objects."""
+        """Make a config from a dict or a list; for YAML text and other objects omegaconf does."""
         made = to_config({} if obj is None else obj)
         if isinstance(made, ConfigDict | list | tuple):
             return made
@@ -85,7 +85,7 @@ class OmegaConf(metaclass=_Functions):
 
     @staticmethod
     def select(cfg: Any, key: str, *, default: Any = None, **options: Any) -> Any:
-        """The value at a dotted path, or ``default`` where there is none."""
+        """The value at a dotted path, or ``default`` if there is none."""
         value = from_omegaconf(cfg, resolve=True)
         for part in key.split("."):
             found = find_key(value, part)
@@ -96,9 +96,10 @@ class OmegaConf(metaclass=_Functions):
 
     @staticmethod
     def to_container(cfg: Any, *, resolve: bool = False, **options: Any) -> Any:
-        """Plain dicts and lists. References are resolved when a configuration is loaded.
+        """Convert a config to plain dicts and lists.
 
-        Those in objects of omegaconf are resolved here, if ``resolve`` says so.
+        References of a ConfigDict are resolved when it is loaded, those of an omegaconf object
+        here, if ``resolve`` is set.
         """
         cfg = from_omegaconf(cfg, resolve)
         if isinstance(cfg, dict):

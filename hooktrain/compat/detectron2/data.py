@@ -1,4 +1,4 @@
-"""The parts of detectron2's loaders that hooktrain.data does not have."""
+"""Classes and functions of detectron2's data loading that hooktrain.data does not have."""
 
 import copy
 import pickle
@@ -22,9 +22,9 @@ class DatasetFromList(Dataset[Any]):
         lst: the samples.
         copy: whether samples are returned as deep copies, so that they can be changed in place.
             Serialised samples are new objects in any case.
-        serialize: whether the samples are kept as one array of bytes. Worker processes share it;
-            of a list each worker comes to have a copy, since reading an object changes its
-            reference count.
+        serialize: whether the samples are kept as one array of bytes, which worker processes
+            share. Each worker would get a copy of a list over time, since reading an object
+            changes its reference count.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DatasetFromList(Dataset[Any]):
             return
         parts = [pickle.dumps(item, protocol=-1) for item in lst]
         self._bounds = np.cumsum([0, *map(len, parts)])
-        # It has a byte more at the end, since torch takes no empty buffer.
+        # One extra byte at the end, since torch refuses an empty buffer.
         self._bytes = torch.frombuffer(
             bytearray(b"".join(parts) + b"\0"), dtype=torch.uint8
         )
@@ -48,7 +48,7 @@ class DatasetFromList(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if self._serialize:
-            place = range(self._len)[index]  # also from the end
+            place = range(self._len)[index]  # index may be negative
             part = self._bytes[self._bounds[place] : self._bounds[place + 1]]
             return pickle.loads(part.numpy().data)
         item = self._lst[index]
@@ -59,15 +59,15 @@ class DatasetFromList(Dataset[Any]):
 
 @dataclass(eq=False)
 class ToIterableDataset(IterableDataset[Any]):
-    """A data set read in the order of a sampler.
+    """Reads a data set in the order of a sampler.
 
     Args:
-        dataset: with ``__getitem__``.
-        sampler: gives the indices of this rank.
+        dataset: the data set, with ``__getitem__``.
+        sampler: the sampler, which yields the indices of this rank.
         shard_sampler: whether the indices are divided among the workers of a DataLoader, so that
-            each is read once. Else every worker reads all of them.
-        shard_chunk_size: the number of indices in a row that go to one worker. If it is the batch
-            size, batches are the same for any number of workers.
+            each is read once. Otherwise every worker reads all of them.
+        shard_chunk_size: the number of consecutive indices that go to one worker. If it is the
+            batch size, batches are the same for any number of workers.
     """
 
     dataset: Any
@@ -87,7 +87,7 @@ class ToIterableDataset(IterableDataset[Any]):
 
 
 class MapDataset(core.MapDataset):
-    """A :class:`hooktrain.data.MapDataset` with the names that copies of detectron2's read."""
+    """A :class:`hooktrain.data.MapDataset` with the attributes of detectron2's class."""
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         super().__init__(dataset, map_func)
@@ -98,11 +98,11 @@ class MapDataset(core.MapDataset):
 
 
 def trivial_batch_collator(batch: Any) -> Any:
-    """Return the samples of a batch as they are."""
+    """Return the samples of a batch unchanged."""
     return batch
 
 
 def worker_init_reset_seed(worker_id: int) -> None:
     """Seed the generators of a worker process of a torch ``DataLoader``."""
-    # torch has added the number of the worker.
+    # torch has already added the worker's number to the seed.
     seed_all_rng(torch.initial_seed() % 2**31)

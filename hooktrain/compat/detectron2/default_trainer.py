@@ -1,4 +1,4 @@
-"""detectron2's DefaultTrainer, which takes trees such as yacs's CfgNode."""
+"""detectron2's DefaultTrainer, configured by a tree such as yacs's CfgNode."""
 
 import logging
 import operator
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class BestCheckpointer(hooks.BestCheckpointer):
-    """A :class:`hooktrain.engine.hooks.BestCheckpointer` that finds its metric in the storage.
+    """A :class:`hooktrain.engine.hooks.BestCheckpointer` that reads its metric from the storage.
 
-    It looks there where ``eval_period`` ends and at the end, whoever has put the metric. It has the
-    names that subclasses read and override.
+    It reads the metric at the end of each ``eval_period`` and of the run, whichever hook has put
+    it. It has the names that subclasses read and override.
     """
 
     _logger = logger
@@ -63,26 +63,26 @@ class BestCheckpointer(hooks.BestCheckpointer):
         self._compare = operator.gt if mode == "max" else operator.lt
 
     def after_evaluation(self, results: Any) -> None:
-        """The results are in the storage."""
+        """Do nothing: the results are read from the storage."""
 
     def after_step(self) -> None:
-        """Look at the metric where a period ends; at the last one :meth:`after_train` does."""
+        """Check the metric at the end of a period; the last one is left to :meth:`after_train`."""
         if not self.trainer.is_last and self._period.is_due(self.trainer):
             self._best_checking()
 
     def after_train(self) -> None:
-        """Look at the metric of the final evaluation."""
+        """Check the metric of the final evaluation."""
         if self.trainer.succeeded:
             self._best_checking()
         super().after_train()
 
     def _best_checking(self) -> None:
-        """Save the model if the latest value is of these weights, and the best one."""
+        """Save the model if the latest value belongs to these weights and is the best so far."""
         storage, name = self.trainer.storage, self._val_metric
-        # A result of an evaluation goes before a metric of the training that has its name.
+        # An evaluation result takes precedence over a training metric of the same name.
         known = storage.histories() | storage.results()
         latest = known[name].tail(1)[0] if name in known else (0.0, -1)
-        if self.on_every_rank:  # perhaps the main process alone knows the metric
+        if self.on_every_rank:  # perhaps only the main process has the metric
             latest = comm.broadcast(latest)
         value, measured_at = latest
         if measured_at < self.trainer.done - 1:
@@ -92,13 +92,13 @@ class BestCheckpointer(hooks.BestCheckpointer):
 
 
 class EvalHook(hooks.EvalHook):
-    """A :class:`hooktrain.engine.hooks.EvalHook` whose function must give numbers, nested or not.
+    """A :class:`hooktrain.engine.hooks.EvalHook` whose function must return numbers, maybe nested.
 
-    As in detectron2 the final evaluation comes behind the last iteration, and so behind a
+    As in detectron2 the final evaluation comes after the last iteration, and so after a
     checkpoint that is saved in it, wherever the hook is registered.
 
     Raises:
-        ValueError: in a run, for another result.
+        ValueError: during a run, if a result is not a number.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class EvalHook(hooks.EvalHook):
         self._func = partial(_only_numbers, self._func)
 
     def after_step(self) -> None:
-        """Evaluate where a period ends; the last iteration is left to :meth:`after_train`."""
+        """Evaluate at the end of a period; the last iteration is left to :meth:`after_train`."""
         if not (self.trainer.is_last and self._eval_after_train):
             super().after_step()
 
@@ -128,9 +128,9 @@ class LRScheduler(hooks.LRScheduler):
     """A :class:`hooktrain.engine.hooks.LRScheduler` with the names that subclasses read."""
 
     def before_train(self) -> None:
-        """Find what was not given; see the base class."""
+        """Find the arguments that were not given; see the base class."""
         super().before_train()
-        # With several optimizers there is none of these.
+        # With several optimizers these attributes do not exist.
         if self._optimizer is None:
             self._optimizer = getattr(self.trainer, "optimizer", None)
         if isinstance(self._optimizer, Optimizer):
@@ -138,16 +138,16 @@ class LRScheduler(hooks.LRScheduler):
 
 
 class DefaultTrainer(TrainerBase):
-    """A trainer with detectron2's default hooks, built from its tree of configuration.
+    """A trainer with detectron2's default hooks, built from detectron2's configuration tree.
 
-    Subclasses override what they override there: the ``build_...`` methods, ``test``, ``run_step``,
-    ``train``, ``resume_or_load``, or the constructor. A model and data that no method builds are
-    detectron2's own, where that is installed.
+    Subclasses override the same methods as in detectron2: ``build_...``, ``test``, ``run_step``,
+    ``train``, ``resume_or_load``, or the constructor. If no method builds the model or the data,
+    detectron2 does, if it is installed.
 
-    Behind its hooks come those that save on SIGTERM and SIGINT, and sum the run up.
+    The default hooks are followed by those that save on SIGTERM and SIGINT, and summarise the run.
 
-    Of the configuration, these are looked at: what :func:`build_optimizer` and
-    :func:`build_lr_scheduler` read, ``OUTPUT_DIR``, ``MODEL.WEIGHTS``,
+    It reads these keys of the configuration: those of :func:`build_optimizer` and
+    :func:`build_lr_scheduler`, ``OUTPUT_DIR``, ``MODEL.WEIGHTS``,
     ``SOLVER.{MAX_ITER,CHECKPOINT_PERIOD,AMP.ENABLED,REFERENCE_WORLD_SIZE}``, ``DATASETS.TEST`` and
     ``TEST.{EVAL_PERIOD,EXPECTED_RESULTS,PRECISE_BN}``.
 
@@ -156,8 +156,8 @@ class DefaultTrainer(TrainerBase):
 
     Attributes:
         cfg: the configuration.
-        scheduler: what :meth:`build_lr_scheduler` has built.
-        checkpointer: saves and loads the model and this trainer. To start from a pickled file
+        scheduler: the schedule that :meth:`build_lr_scheduler` has built.
+        checkpointer: the Checkpointer of the model and this trainer. To start from a pickled file
             of a model zoo, set its ``trusted`` first.
     """
 
@@ -182,7 +182,7 @@ class DefaultTrainer(TrainerBase):
         kind = AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer
         self._trainer = kind(model, loader, optimizer)
         self.scheduler = self.build_lr_scheduler(cfg, self.optimizer)
-        # A proxy: the trainer owns the checkpointer, not the other way round.
+        # A proxy, since the trainer owns the checkpointer, not vice versa.
         self.checkpointer = DetectionCheckpointer(
             model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
         )
@@ -191,12 +191,12 @@ class DefaultTrainer(TrainerBase):
         self.register_hooks([*self.build_hooks(), hooks.Preemption(self.checkpointer)])
 
     def run_step(self) -> None:
-        """One iteration, by the ``_trainer``."""
+        """Run one iteration of the ``_trainer``."""
         self._trainer.iter = self.iter
         self._trainer.run_step()
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Go on from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``."""
+        """Resume from the last checkpoint in ``OUTPUT_DIR``, or load ``MODEL.WEIGHTS``."""
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
         if resume and self.checkpointer.has_checkpoint():
             self.start_iter = self.iter + 1
@@ -232,7 +232,7 @@ class DefaultTrainer(TrainerBase):
         ]
 
     def build_writers(self) -> list[EventWriter]:
-        """Where metrics are written to."""
+        """The writers of metrics."""
         return default_writers(self.cfg.OUTPUT_DIR, self.max_iter)
 
     def train(  # type: ignore[override]
@@ -268,22 +268,22 @@ class DefaultTrainer(TrainerBase):
 
     @classmethod
     def build_lr_scheduler(cls, cfg: Any, optimizer: torch.optim.Optimizer) -> Any:
-        """The schedule of a torch optimizer, as :class:`hooks.LRScheduler` takes it."""
+        """The schedule of a torch optimizer, for :class:`hooks.LRScheduler`."""
         return build_lr_scheduler(cfg, optimizer)
 
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Any:
-        """The batches to train on."""
+        """The loader of training batches."""
         return of_detectron2("build_detection_train_loader")(cfg)
 
     @classmethod
     def build_test_loader(cls, cfg: Any, dataset_name: str) -> Any:
-        """The batches of a data set to evaluate on."""
+        """The loader of a data set's batches to evaluate on."""
         return of_detectron2("build_detection_test_loader")(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: Any, dataset_name: str) -> DatasetEvaluator:
-        """What judges the outputs for a data set; without it there is no evaluation."""
+        """The evaluator for a data set; without it there is no evaluation."""
         raise NotImplementedError("override build_evaluator to evaluate")
 
     @classmethod
@@ -293,11 +293,11 @@ class DefaultTrainer(TrainerBase):
         Args:
             cfg: the configuration.
             model: the model.
-            evaluators: one for each data set, or one for all; None takes those of
+            evaluators: an evaluator for each data set, or one for all; None takes those of
                 :meth:`build_evaluator`.
 
         Returns:
-            The results by data set; of a single one, its results.
+            The results by data set, or the bare results if there is only one data set.
         """
         names = list(cfg.DATASETS.TEST)
         if not isinstance(evaluators, Sequence):
@@ -323,12 +323,12 @@ class DefaultTrainer(TrainerBase):
 
     @staticmethod
     def auto_scale_workers(cfg: Any, num_workers: int) -> Any:
-        """The configuration for ``num_workers`` ranks, if it says for how many it was written.
+        """Scale a configuration to ``num_workers`` ranks, if it says for how many it was written.
 
-        detectron2 itself scales it, where that is installed.
+        This requires detectron2.
 
         Args:
-            cfg: with ``SOLVER.REFERENCE_WORLD_SIZE``; 0 leaves everything as it is.
+            cfg: the configuration, with ``SOLVER.REFERENCE_WORLD_SIZE``; 0 changes nothing.
             num_workers: the number of ranks.
         """
         if cfg.SOLVER.REFERENCE_WORLD_SIZE in (0, num_workers):

@@ -1,4 +1,4 @@
-"""detectron2's functions that read its configurations, or have no counterpart here."""
+"""detectron2's functions that read its configurations, or are missing in the core."""
 
 import logging
 import secrets
@@ -16,9 +16,9 @@ from hooktrain.utils.file_io import atomic_write, temporary_path
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.yaml"  # of a tree, in the output folder
+CONFIG = "config.yaml"  # the saved configuration tree, in the output folder
 
-# Where detectron2 and what it builds on have the names that are not here.
+# The modules of detectron2 and its dependencies that have the names missing here.
 _MODULES = (
     "detectron2.config",
     "detectron2.data",
@@ -51,23 +51,23 @@ _MODULES = (
     "omegaconf",
 )
 
-# The packages of names that are not detectron2's.
+# The packages of names that do not belong to detectron2.
 _OWNERS = {"CfgNode": "fvcore", "Timer": "fvcore"} | dict.fromkeys(
     ("LazyPath", "PathManagerFactory", "file_lock", "get_cache_dir"), "iopath"
 )
 
 
 def of_detectron2(name: str) -> Any:
-    """What hooktrain lacks, such as all that belongs to detection, of the package that has it.
+    """Import a name that hooktrain lacks, such as those of detection, from its own package.
 
     Raises:
-        AttributeError: for a name of Python's own.
+        AttributeError: for one of Python's special names.
         ImportError: if there is no such name, or its package is not installed.
     """
     owner = _OWNERS.get(name, "detectron2")
     otherwise = (
-        f"hooktrain has no {name!r}: it is {owner}'s own, or misspelt. Install {owner} beside, "
-        "or copy what you need (docs/migrating.md)"
+        f"hooktrain has no {name!r}: it belongs to {owner}, or is misspelt. Install {owner} too, "
+        "or copy the code (docs/migrating.md)"
     )
     return of_peers(name, _MODULES, otherwise)
 
@@ -75,10 +75,10 @@ def of_detectron2(name: str) -> Any:
 def default_setup(cfg: Any, args: Any) -> None:
     """Call :func:`hooktrain.engine.default_setup`, also for a tree with ``OUTPUT_DIR``.
 
-    Of such a tree it reads ``OUTPUT_DIR``, ``SEED`` and ``CUDNN_BENCHMARK``, and saves the tree as
-    ``config.yaml``, but not in an evaluation. That of a run that resumes gets its name when a
-    :class:`Checkpointer` of this package begins to save. Beside it, ``config.json`` holds the
-    seed of a run that has drawn one.
+    It reads ``OUTPUT_DIR``, ``SEED`` and ``CUDNN_BENCHMARK`` of such a tree, and saves the tree as
+    ``config.yaml``, except in an evaluation. In a resumed run the file is put in place only when a
+    :class:`Checkpointer` of this package starts to save. If the seed was drawn, ``config.json``
+    beside it records the seed.
     """
     if "OUTPUT_DIR" not in cfg:
         defaults.default_setup(cfg, args)
@@ -91,14 +91,14 @@ def default_setup(cfg: Any, args: Any) -> None:
     eval_only = getattr(args, "eval_only", False)
     if folder and comm.is_main_process() and not eval_only:
         path = Path(folder, CONFIG)
-        # A folder with checkpoints is one to resume from, which may be refused.
+        # If the folder has checkpoints, the run may resume, and the resume may be refused.
         written = temporary_path(path) if checkpoint_names(folder) else path
         with atomic_write(written) as file:
             file.write(cfg.dump().encode())
 
 
 def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:
-    """Compare results with ``cfg.TEST.EXPECTED_RESULTS``, or with a list of such.
+    """Compare results with ``cfg.TEST.EXPECTED_RESULTS``, or with such a list.
 
     See :func:`hooktrain.evaluation.verify_results`.
     """

@@ -1,4 +1,4 @@
-"""detectron2's model zoo: its own, where it is installed."""
+"""detectron2's model zoo, if detectron2 is installed."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -9,21 +9,22 @@ from hooktrain.engine import train_settings
 
 
 def __getattr__(name: str) -> Any:
-    """Find what is not here in detectron2; see :mod:`hooktrain.compat.peers`."""
+    """Import a name that is missing here from detectron2; see :mod:`hooktrain.compat.peers`."""
     return of_detectron2(name)
 
 
 def get_config(config_path: str, trained: bool = False) -> Any:
-    """detectron2's configuration of that name.
+    """Load one of detectron2's configurations.
 
-    Without detectron2, ``"common/train.py"`` is hooktrain's, which has its keys and values.
+    Without detectron2 only ``"common/train.py"`` exists, as hooktrain's file with the same keys and
+    values.
 
     Args:
         config_path: a path in detectron2's folder ``configs``.
-        trained: whether it starts from weights of the zoo.
+        trained: whether the configuration starts from weights of the zoo.
 
     Raises:
-        ImportError: for any other, without detectron2.
+        ImportError: for any other path, without detectron2.
     """
     if config_path == "common/train.py" and find_spec("detectron2") is None:
         return ConfigDict(train=train_settings())

@@ -15,13 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class PathHandler:
-    """Finds the files of some addresses.
+    """Finds the files for addresses with certain prefixes.
 
-    A subclass defines ``_get_supported_prefixes`` and ``_get_local_path``. It may also define how
-    its files are opened, looked for and changed, by ``_open``, ``_opent``, ``_exists``,
-    ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, ``_copy``, ``_copy_from_local``, ``_mv``
-    and ``_symlink``, which are given the address. What it does not define is done with the file at
-    the local path.
+    A subclass defines ``_get_supported_prefixes`` and ``_get_local_path``. It may also define
+    ``_open``, ``_opent``, ``_exists``, ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``,
+    ``_copy``, ``_copy_from_local``, ``_mv`` and ``_symlink``, which get the address. An operation
+    that it does not define is applied to the file at the local path.
     """
 
     _strict_kwargs_check = True
@@ -31,9 +30,9 @@ class PathHandler:
         return []
 
     def _check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Refuse arguments that a method does not know, unless checking is switched off."""
+        """Refuse unknown arguments of a method, unless checking is switched off."""
         if kwargs and self._strict_kwargs_check:
-            raise ValueError(f"{type(self).__name__} does not know {kwargs!r}")
+            raise ValueError(f"{type(self).__name__} does not take {kwargs!r}")
 
 
 # Files on the web and on a disk are found without a handler.
@@ -41,11 +40,11 @@ HTTPURLHandler = OneDrivePathHandler = NativePathHandler = PathHandler
 
 
 def _opent(path: str, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(f"no handler with an _opent reads {path!r} as a table")
+    raise NotImplementedError(f"no handler has an _opent to read {path!r} as a table")
 
 
 def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of PathManager: that of an address's handler, or a function of the local path."""
+    """Make a method of PathManager: it calls the address's handler, or a function of the path."""
 
     def method(self: "_PathManager", path: AnyPath, *args: Any, **kwargs: Any) -> Any:
         handler = self._handler_of(path)
@@ -67,16 +66,16 @@ def _by_handler(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make(function: Callable[[str, str], Any]) -> Callable[..., bool]:
-    """A function that makes a file or a link of another, and returns whether it has.
+    """Make a method that creates a file or link from another, and returns whether it succeeded.
 
-    As in iopath it logs an error if the target exists already, or if the system refuses.
+    As in iopath it logs an error if the target already exists, or if the system refuses.
     """
 
     def make(source: str, target: AnyPath, overwrite: bool = False) -> bool:
         path = on_disk(target)
         try:
             if os.path.lexists(path) and not overwrite:
-                raise FileExistsError(f"{path!r} exists already")
+                raise FileExistsError(f"{path!r} already exists")
             function(source, path)
         except OSError as error:
             logger.error("NOT DONE: %s", error)
@@ -100,22 +99,22 @@ def _copy(
 
 
 class _PathManager:
-    """Finds and opens files. A process that downloads one waits for no other."""
+    """Finds and opens files. A process downloads files without waiting for other ranks."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, PathHandler] = {}
 
     def __call__(self) -> "_PathManager":
-        """Itself: iopath's class has the name of detectron2's object."""
+        """Return this object: iopath's class and detectron2's object have the same name."""
         return self
 
     def register_handler(
         self, handler: PathHandler, allow_override: bool = True
     ) -> None:
-        """Take a handler for the addresses that begin with its prefixes.
+        """Register a handler for the addresses that begin with its prefixes.
 
         Raises:
-            KeyError: if another handler has a prefix, and ``allow_override`` is False.
+            KeyError: if a prefix already has a handler, and ``allow_override`` is False.
         """
         for prefix in handler._get_supported_prefixes():
             if prefix in self._handlers and not allow_override:
@@ -129,18 +128,18 @@ class _PathManager:
         return self._handlers.get(max(known, key=len, default=""))
 
     def get_local_path(self, path: AnyPath, **kwargs: Any) -> str:
-        """The path of a local file, as :func:`hooktrain.checkpoint.local_path` finds it."""
+        """The path of a local file; see :func:`hooktrain.checkpoint.local_path`."""
         handler = self._handler_of(path)
         if kwargs and handler is not None:
             return handler._get_local_path(path, **kwargs)
         return local_path(path, alone=True)
 
     def set_strict_kwargs_checking(self, enable: bool) -> None:
-        """Say whether arguments that a method does not know are refused, or left out."""
+        """Set whether unknown arguments of a method are refused or ignored."""
         PathHandler._strict_kwargs_check = enable
 
     def set_logging(self, enable_logging: bool = True) -> None:
-        """Do nothing: what is done with files is not logged."""
+        """Do nothing: file operations are not logged."""
 
     open = _by_handler("_open", open)
     opent = _by_handler("_opent", _opent)

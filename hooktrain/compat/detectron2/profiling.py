@@ -1,4 +1,4 @@
-"""The hooks of detectron2 that profile time and memory, beside the core's ``TorchProfiler``."""
+"""detectron2's hooks that profile time and memory, besides the core's ``TorchProfiler``."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class AutogradProfiler(TorchProfiler):
-    """A :class:`TorchProfiler` that writes for the browser.
+    """A :class:`TorchProfiler` that writes Chrome traces.
 
     Args:
         enable_predicate: see :class:`TorchProfiler`.

@@ -1,6 +1,6 @@
-"""What scripts import from detectron2.solver: schedules, and optimizers of a ``SOLVER`` tree.
+"""The names of detectron2.solver: schedules, and optimizers configured by a ``SOLVER`` tree.
 
-``LRScheduler`` is torch's here, and in hooktrain.compat.detectron2 the hook.
+``LRScheduler`` is torch's class here, but the hook in hooktrain.compat.detectron2.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _expand_param_groups = solver.expand_param_groups
 
 
 def __getattr__(name: str) -> Any:
-    """Old schedulers, such as WarmupCosineLR, are detectron2's own."""
+    """Import old schedulers, such as WarmupCosineLR, from detectron2."""
     return of_detectron2(name)
 
 
@@ -31,8 +31,8 @@ class StepParamScheduler(solver.ParamScheduler):
     """``values[int(w * len(values))]``: each value for an equal share of the run.
 
     Args:
-        num_updates: not used; it is there since fvcore has it.
-        values: at least one.
+        num_updates: not used; for compatibility with fvcore.
+        values: the values, at least one.
 
     >>> schedule = StepParamScheduler(num_updates=120, values=[0.1, 0.01, 0.001, 0.0001])
     >>> [schedule(epoch / 120) for epoch in (0, 29, 30, 90, 120)]
@@ -54,9 +54,9 @@ class StepWithFixedGammaParamScheduler(StepParamScheduler):
 
     Args:
         base_value: the first value.
-        num_decays: the run has one more part than decays, all of equal length.
-        gamma: what each decay multiplies by.
-        num_updates: not used; it is there since fvcore has it.
+        num_decays: the number of decays, which divide the run into ``num_decays + 1`` equal parts.
+        gamma: the factor of each decay.
+        num_updates: not used; for compatibility with fvcore.
 
     >>> schedule = StepWithFixedGammaParamScheduler(1.0, num_decays=2, gamma=0.5, num_updates=90)
     >>> [schedule(epoch / 90) for epoch in (0, 29, 30, 60, 90)]
@@ -69,21 +69,21 @@ class StepWithFixedGammaParamScheduler(StepParamScheduler):
     def __init__(
         self, base_value: float, num_decays: int, gamma: float, num_updates: int
     ) -> None:
-        if base_value <= 0 or gamma <= 0:  # rates would change their sign
+        if base_value <= 0 or gamma <= 0:  # the sign would change
             raise ValueError(f"{base_value=} and {gamma=} must be above 0")
         values = [base_value * gamma**decays for decays in range(num_decays + 1)]
         super().__init__(num_updates, values)
 
 
 def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
-    """Clip before each step as ``SOLVER.CLIP_GRADIENTS`` says: each parameter by itself.
+    """Let an optimizer clip each parameter before each step, by ``SOLVER.CLIP_GRADIENTS``.
 
     Args:
         cfg: the configuration.
-        optimizer: an optimizer, or a class of them.
+        optimizer: an optimizer, or an optimizer class.
 
     Returns:
-        The optimizer, or for a class what makes optimizers that clip.
+        The optimizer, or for a class a function that makes optimizers that clip.
     """
     options = cfg.SOLVER.CLIP_GRADIENTS
     if not options.ENABLED:
@@ -108,7 +108,7 @@ def maybe_add_gradient_clipping(cfg: Any, optimizer: Any) -> Any:
 
 
 def build_optimizer(cfg: Any, model: nn.Module) -> Optimizer:
-    """SGD with the rates, weight decays and clipping of ``SOLVER``."""
+    """Build SGD with the learning rates, weight decays and clipping of ``SOLVER``."""
     tree = cfg.SOLVER
     groups = solver.get_default_optimizer_params(
         model,
@@ -123,7 +123,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Optimizer:
 
 
 def build_lr_scheduler(cfg: Any, optimizer: Optimizer) -> solver.LRMultiplier:
-    """The schedule that ``SOLVER.LR_SCHEDULER_NAME`` names, after a warm-up.
+    """Build the schedule that ``SOLVER.LR_SCHEDULER_NAME`` names, after a warm-up.
 
     Raises:
         ValueError: for an unknown name.

@@ -1,4 +1,4 @@
-"""detectron2's trainers: one may have another inside of it, which makes its steps."""
+"""detectron2's trainers, which may have an inner trainer that makes the steps."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -17,19 +17,19 @@ from hooktrain.model.losses import values_by_name
 from hooktrain.utils import comm, names
 from hooktrain.utils.names import State
 
-# What the inner trainer takes from the outer one when a run begins.
+# The attributes that the inner trainer takes from the outer one when a run begins.
 _SHARED = ("storage", "seed", "iter", "start_iter", "max_iter")
 
 
 def of_inner_trainer(name: str) -> Any:
-    """A property that reads and sets an attribute of the trainer inside."""
+    """A property that reads and sets an attribute of the inner trainer."""
     return property(
         lambda self: getattr(self._trainer, name),
         lambda self, value: setattr(self._trainer, name, value),
     )
 
 
-def _left_out(self: Any) -> Any:
+def _constructor_not_called(self: Any) -> Any:
     raise RuntimeError(
         f"the constructor of {type(self).__qualname__} must call super().__init__() with the "
         "arguments of its base class"
@@ -37,29 +37,30 @@ def _left_out(self: Any) -> Any:
 
 
 class TrainerBase(engine.TrainerBase):
-    """A :class:`hooktrain.engine.TrainerBase` that may have a trainer inside of it.
+    """A :class:`hooktrain.engine.TrainerBase` that may have an inner trainer.
 
-    Assign the inner one to ``self._trainer`` in the constructor, and let ``run_step`` do
+    Assign the inner trainer to ``self._trainer`` in the constructor, and let ``run_step`` do
     ``self._trainer.iter = self.iter; self._trainer.run_step()``, as detectron2's
-    ``DefaultTrainer`` does. The loop, the storage and the hooks are the outer one's; its hooks see
-    ``after_backward`` of the inner one. The inner one goes through the events of each run, and
-    its state is saved and loaded with the outer one's, also where it has a ``state_dict`` of its
-    own. Hooks that are registered with it are called, but their state is not saved.
+    ``DefaultTrainer`` does. The loop, the storage and the hooks belong to the outer trainer; its
+    hooks also get the inner trainer's ``after_backward``. The inner trainer's event methods are
+    called in each run, and its state is saved and loaded with the outer trainer's, even if it
+    overrides ``state_dict``. Hooks that are registered with it are called, but their state is not
+    saved.
 
     Raises:
-        RuntimeError: when it is used, if a subclass has not called this constructor; when a
+        RuntimeError: when it is used, if a subclass has not called this constructor; if a
             trainer that is not the ``_trainer`` makes a step.
     """
 
-    places_by_phase = False  # as in detectron2 the order of registration alone decides
+    places_by_phase = False  # as in detectron2, hooks run in the order of registration
     _trainer: Any = None
-    # The constructor sets these, and what it has set hides them.
-    storage = cached_property(_left_out)
-    _hooks = cached_property(_left_out)
-    _run = cached_property(_left_out)
+    # Errors unless the constructor is called: the attributes that it sets hide them.
+    storage = cached_property(_constructor_not_called)
+    _hooks = cached_property(_constructor_not_called)
+    _run = cached_property(_constructor_not_called)
 
     def before_train(self) -> None:
-        """Begin the run, also of the inner trainer, which gets this one's storage."""
+        """Begin the run, also of the inner trainer, which gets this trainer's storage."""
         inner = self._trainer
         if inner is None:
             super().before_train()
@@ -69,22 +70,22 @@ class TrainerBase(engine.TrainerBase):
         super().before_train()
         for name in _SHARED:
             setattr(inner, name, getattr(self, name))
-        _unlink(inner)  # a loop of one's own may have broken off without after_train
+        _unlink(inner)  # a custom loop may have ended without after_train
         inner.register_hooks([_OuterHooks(self)])
         inner.before_train()
-        # The steps of the inner one record losses there; the loop of this one exchanges them.
+        # The inner trainer's steps record losses there; this trainer's loop exchanges them.
         self._losses = inner._losses
         inner.agreement = self.agreement  # its hooks may ask this loop to stop
 
     def before_step(self) -> None:
-        """Seed this iteration, then call the hooks, first those of the inner trainer."""
+        """Seed this iteration, then call the hooks, the inner trainer's first."""
         if self._trainer is not None:
             self._trainer.iter = self.iter
             self._trainer.before_step()
         super().before_step()  # it seeds again, since a hook may have drawn random numbers
 
     def after_step(self) -> None:
-        """Exchange metrics and call the hooks, first those of the inner trainer."""
+        """Exchange metrics and call the hooks, the inner trainer's first."""
         if self._trainer is not None:
             self._trainer.after_step()
         super().after_step()
@@ -103,11 +104,11 @@ class TrainerBase(engine.TrainerBase):
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint would now hold everything that a resumed run needs."""
+        """Whether a checkpoint saved now would hold everything that a resumed run needs."""
         return self._trainer is None or bool(self._trainer.can_save)
 
     def prepare_save(self) -> None:
-        """Check before a save that everything is finite, also of the inner trainer."""
+        """Check before a save that everything is finite, also in the inner trainer."""
         super().prepare_save()
         if self._trainer is not None:
             self._trainer.prepare_save()
@@ -120,16 +121,16 @@ class TrainerBase(engine.TrainerBase):
         return state
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Refuse what :meth:`load_state_dict` could not load; change nothing."""
+        """Check a state without loading it; see the base class."""
         super().check_state_dict(state_dict)
         if isinstance(self._trainer, ModelTrainer):
             self._trainer.check_state_dict(_for_inner(state_dict))
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned; see the base class.
+        """Load a state; see the base class.
 
-        A copy of detectron2's trainers inside knows no parts: it loads its whole state if
-        the optimizer is there.
+        If the inner trainer is a copy of detectron2's, it cannot load a part of its state: it
+        loads the whole state if that has the optimizer's.
         """
         super().load_state_dict(state_dict)
         inner = self._trainer
@@ -145,19 +146,19 @@ class _OuterHooks(engine.HookBase):
 
     def __init__(self, outer: TrainerBase) -> None:
         outer = weakref.proxy(outer)
-        # The class does not override the method, since perhaps no outer hook needs it.
+        # Set on the object, not defined by the class, since perhaps no outer hook needs it.
         self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
 
 
 def _unlink(inner: Any) -> None:
-    """Leave the hooks of the inner trainer that are its own."""
+    """Remove the outer trainer's hooks from the inner trainer."""
     inner._hooks = [hook for hook in inner._hooks if not isinstance(hook, _OuterHooks)]
 
 
 def _for_inner(state_dict: State) -> State:
-    """The state for the inner trainer: the hooks in it are the outer one's.
+    """The inner trainer's part of a state, without the hooks, which are the outer trainer's.
 
-    Files of detectron2 have the state of the inner trainer under ``"_trainer"``.
+    detectron2's files have the state of the inner trainer under ``"_trainer"``.
     """
     state = {**state_dict, **state_dict.get("_trainer", {})}
     if "hooks" in state:
@@ -166,7 +167,7 @@ def _for_inner(state_dict: State) -> State:
 
 
 class _AtOnce(Executor):
-    """Calls functions at once: nothing waits for metrics here, so no thread has to."""
+    """An executor that calls functions at once, since recording metrics does not wait."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -174,23 +175,24 @@ class _AtOnce(Executor):
 
 
 class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
-    """A :class:`hooktrain.engine.SimpleTrainer` whose metrics can be written from anywhere.
+    """A :class:`hooktrain.engine.SimpleTrainer` with detectron2's ``write_metrics``.
 
     All values of a dict of losses are added up, whatever their names.
 
     Attributes:
-        concurrent_executor: what a ``run_step`` of detectron2 submits ``_write_metrics`` to.
+        concurrent_executor: the executor to which detectron2's ``run_step`` submits
+            ``_write_metrics``.
 
     Raises:
         TypeError: when a subclass is defined in which ``_data_loader_iter`` is a property.
     """
 
     concurrent_executor: ClassVar[Executor] = _AtOnce()
-    optim_wrapper = cached_property(_left_out)
+    optim_wrapper = cached_property(_constructor_not_called)
 
     @staticmethod
     def parse_losses(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of all values that a model returned, and the values."""
+        """The sum of all values that the model returned, and the values."""
         values = values_by_name(output)
         return reduce(add, values.values()), values
 
@@ -202,7 +204,7 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
     def reset_data_loader(
         self, data_loader_builder: Callable[[], Iterable[Any]]
     ) -> None:
-        """Replace the loader. The old one is freed before the new one is built."""
+        """Replace the loader. The old loader is freed before the new one is built."""
         self.data_loader = []
         self.data_loader = data_loader_builder()
 
@@ -213,14 +215,14 @@ class SimpleTrainer(engine.SimpleTrainer, TrainerBase):
         cur_iter: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        """Record losses at once, for a trainer that has a step of its own. Collective.
+        """Record losses at once, for a trainer with its own ``run_step``. Collective.
 
         Args:
             loss_dict: losses by name.
             data_time: the seconds that the step waited for data.
-            cur_iter: the iteration; None is the storage's. As in detectron2 0.6, the prefix
-                may stand here.
-            prefix: is put before ``total_loss``.
+            cur_iter: the iteration; None is the storage's. As in detectron2 0.6, this may be the
+                prefix instead.
+            prefix: the prefix of ``total_loss``.
 
         Raises:
             FloatingPointError: if the sum is not finite.

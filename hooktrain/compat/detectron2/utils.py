@@ -1,4 +1,4 @@
-"""Helpers of detectron2 and fvcore to log less often, to show a table, to measure time."""
+"""Helpers of detectron2 and fvcore: rate-limited logging, tables and timers."""
 
 import logging
 import math
@@ -32,13 +32,13 @@ def setup_logger(
     """Call :func:`hooktrain.utils.logger.setup_logger` with two more arguments of detectron2's.
 
     Args:
-        output: see there.
-        distributed_rank: see there.
-        color: see there.
-        name: see there.
-        abbrev_name: is ignored: the file shows names in full, the terminal shows none.
-        enable_propagation: whether the loggers above this one get its records too.
-        configure_stdout: see there.
+        output: see that function.
+        distributed_rank: see that function.
+        color: see that function.
+        name: see that function.
+        abbrev_name: ignored, since the file shows full names and the terminal none.
+        enable_propagation: whether parent loggers get the records too.
+        configure_stdout: see that function.
 
     Returns:
         The logger.
@@ -67,10 +67,10 @@ def log_first_n(
     Args:
         lvl: the level, such as ``logging.INFO``.
         msg: the message.
-        n: how many times.
-        name: of the logger; None is the caller's module.
-        key: what is counted: calls from one line ("caller"), equal messages ("message"), or equal
-            messages from one line (``("caller", "message")``).
+        n: the number of times.
+        name: the name of the logger; None is the caller's module.
+        key: how calls are counted: by line of code ("caller"), by message ("message"), or by both
+            (``("caller", "message")``).
     """
     site, logger = _caller(name)
     counted = (lvl, "caller" in key and site, "message" in key and msg)
@@ -81,13 +81,13 @@ def log_first_n(
 def log_every_n_seconds(
     lvl: int, msg: str, n: float = 1, *, name: str | None = None
 ) -> None:
-    """Log from one line of code unless that was done less than n seconds ago.
+    """Log from one line of code at most every n seconds.
 
     Args:
         lvl: the level, such as ``logging.INFO``.
         msg: the message.
-        n: seconds.
-        name: of the logger; None is the caller's module.
+        n: the number of seconds.
+        name: the name of the logger; None is the caller's module.
     """
     site, logger = _caller(name)
     now = time.monotonic()
@@ -97,7 +97,7 @@ def log_every_n_seconds(
 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
-    """Format a dictionary as a Markdown table of one row, keys on top; for a few short entries."""
+    """Format a small dict as a Markdown table of one row, with the keys as its header."""
     return tabulate(
         [small_dict], "keys", "pipe", ".3f", numalign="center", stralign="center"
     )
@@ -106,7 +106,7 @@ def create_small_table(small_dict: Mapping[str, Any]) -> str:
 def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:
     """The line that called a helper, and the logger of that name or of the line's module.
 
-    A script counts as the package.
+    A script's logger is the package's.
     """
     frame = sys._getframe(2)
     if name is None:
@@ -118,7 +118,7 @@ def _caller(name: str | None) -> tuple[tuple[str, int], logging.Logger]:
 
 
 class CommonMetricPrinter(events.CommonMetricPrinter):
-    """A :class:`hooktrain.events.CommonMetricPrinter` with what a ``write`` of others reads."""
+    """A :class:`hooktrain.events.CommonMetricPrinter` with the names that subclasses read."""
 
     @property
     def _max_iter(self) -> int | None:

@@ -127,7 +127,7 @@ def test_a_name_of_a_peer_that_is_not_installed_says_whose_it_is(
     name: str, owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, *PEERS)
-    with pytest.raises(ImportError, match=f"no '{name}'.* {owner}'s own, or misspelt"):
+    with pytest.raises(ImportError, match=f"no '{name}'.* belongs to {owner}, or is misspelt"):
         getattr(detectron2, name)
 
 

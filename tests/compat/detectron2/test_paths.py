@@ -81,7 +81,7 @@ def test_the_path_manager_makes_other_files_and_says_whether_it_has(
     for make in (PathManager.copy, PathManager.mv, PathManager.symlink):
         caplog.clear()
         assert make(a, there) is False
-        assert f"'{there}' exists already" in caplog.text
+        assert f"'{there}' already exists" in caplog.text
     assert there.read_text() == "old"
     assert PathManager.copy(a, there, overwrite=True)
     assert there.read_text() == "new"

@@ -356,7 +356,7 @@ def test_a_new_rate_for_a_resumed_run_without_a_schedule_is_had_without_the_hook
     second, saver = make(0.1)
     saver.resume_or_load("")
     assert second.optimizer.param_groups[0]["lr"] == 0.5
-    assert "lr is 0.5, not 0.1. For your lr resume without the hooks" in caplog.text
+    assert "lr is 0.5, not 0.1. To use your lr, resume without the hooks" in caplog.text
     third, saver = make(0.1)
     parts = ["iteration", "optimizer", "data", "seed", "storage"]
     saver.resume_or_load("", checkpointables=[f"trainer.{part}" for part in parts])
