@@ -11,12 +11,12 @@ if typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Load a name of :mod:`hooktrain.api`, and with it torch, when it is asked for."""
-        # The import system asks here for packages such as hooktrain.data before it loads them.
+        """Load a name of :mod:`hooktrain.api`, and thereby torch, on first use."""
+        # The import system looks up packages such as hooktrain.data here before it loads them.
         if find_spec(f"hooktrain.{name}"):
             raise AttributeError(name)
         api = import_module("hooktrain.api")
-        if name == "__all__":  # of `from hooktrain import *`
+        if name == "__all__":  # for `from hooktrain import *`
             return [public for public in dir(api) if public[0] != "_"]
         return getattr(api, name)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hooktrain import __version__
 
-# An installed package has them in its own folder, and a clone beside it.
+# An installed package has the scripts and configurations in its own folder, a clone beside it.
 _HERE = Path(__file__).parent
 _ROOT = _HERE if (_HERE / "tools").is_dir() else _HERE.parent
 
@@ -21,12 +21,12 @@ _SCRIPTS = {
 _USAGE = f"""usage: hooktrain COMMAND ...
 
   train --config-file FILE [key=value ...]   train; --help shows all options
-  train ... --dry-run --ranks 64             estimate the memory and the messages of one of 64 ranks
+  train ... --dry-run --ranks 64             estimate the memory and messages of one of 64 ranks
   eval --config-file FILE --resume | --best  evaluate the newest checkpoint, or the best model
   eval --config-file FILE --follow           evaluate each new checkpoint of a run that is training
   plot RUN ...                               draw the metrics of runs
   checkpoint inspect|verify|... PATH         inspect, verify and convert checkpoints
-  compare RUN_A RUN_B                        find the first iteration and layer where two runs part
+  compare RUN_A RUN_B                        find where two runs first differ: iteration and layer
   new FOLDER                                 make a folder with a training script to start from
   --version                                  print the version
 

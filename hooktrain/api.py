@@ -1,4 +1,4 @@
-"""The names that scripts import from hooktrain itself, which loads them when they are asked for."""
+"""The names that scripts import from hooktrain itself, which loads them on first use."""
 
 from hooktrain.checkpoint import (
     Checkpointer as Checkpointer,

@@ -25,7 +25,7 @@ class ConfigDict(dict[Any, Any]):
     """A dict for configs whose items are also attributes.
 
     Dicts, lists and tuples are copied when they are set as items, and the dicts in them become
-    ConfigDicts. A tuple that holds a reference becomes a list. Other values are kept as they are.
+    ConfigDicts. A tuple that holds a reference becomes a list. Other values are stored unchanged.
 
     Example::
 
@@ -75,7 +75,7 @@ class ConfigDict(dict[Any, Any]):
 
 
 def to_config(value: Any) -> Any:
-    """A copy of a dict, list or tuple, in which dicts are ConfigDicts; other values as they are."""
+    """Copy a dict, list or tuple, with dicts as ConfigDicts; return other values unchanged."""
     value = from_omegaconf(value)
     kind = type(value)
     if kind in (dict, ConfigDict):
@@ -89,11 +89,11 @@ def to_config(value: Any) -> Any:
 
 
 def from_omegaconf(value: Any, resolve: bool = False) -> Any:
-    """An omegaconf DictConfig or ListConfig as plain dicts and lists; other values as they are.
+    """Convert a DictConfig or ListConfig to plain dicts and lists; return other values unchanged.
 
     Args:
         value: any value.
-        resolve: whether to replace references, whose syntax is the same in omegaconf.
+        resolve: whether to replace references, which omegaconf writes in the same way.
     """
     kind = type(value)
     if kind.__module__ in ("omegaconf.dictconfig", "omegaconf.listconfig"):
@@ -113,7 +113,7 @@ def known_keys(container: Any) -> Sequence[Any]:
 
 
 def find_key(container: Any, part: str) -> Any:
-    """The key or index for a part of a dotted path in a dict, list or tuple; None if missing."""
+    """The key or index that a part of a dotted path means in a container; None if missing."""
     for key in known_keys(container):
         if str(key) == part:
             return key
@@ -153,7 +153,7 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
 
 
 def restore_references(cfg: ConfigDict) -> ConfigDict:
-    """Put the references of a resolved config back, except those whose value was changed since.
+    """Put back the references of a resolved config, except where the value was changed since.
 
     Returns:
         ``cfg`` itself.
@@ -173,7 +173,7 @@ def _is_reference(value: Any) -> bool:
 
 
 def _references(value: Any, path: Keys) -> Iterator[tuple[Keys, str]]:
-    """All strings with references in a value, with their paths."""
+    """The paths of all strings with references in a value, and these strings."""
     if _is_reference(value):
         yield path, value
     for key in known_keys(value):
@@ -198,7 +198,7 @@ def _put(cfg: ConfigDict, path: Keys, value: Any) -> None:
 
 
 def _resolved(cfg: ConfigDict, path: Keys, text: str) -> Any:
-    """The value of a string with references; the path is that of the string."""
+    """The value of a string with references, which is at this path."""
     follow = partial(_follow, cfg, path)
     whole = _REFERENCE.fullmatch(text)
     if whole:

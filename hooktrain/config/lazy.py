@@ -1,4 +1,4 @@
-"""Configs written in Python: a :class:`LazyCall` describes a call, :func:`instantiate` makes it.
+"""Configs in Python: a :class:`LazyCall` describes a call, and :func:`instantiate` executes it.
 
 :class:`LazyConfig` loads configs, and saves them as JSON.
 """
@@ -26,16 +26,16 @@ from hooktrain.utils.names import Keys, call, dotted
 logger = logging.getLogger(__name__)
 
 _OF_THE_SCRIPT = (
-    "The saved config has %s, which is of this script: import it from a module, so that another "
-    "program finds the same one"
+    "The saved config has %s, which is defined in this script: import it from a module, so that "
+    "other programs find it"
 )
 
-# The config files that are being run, each loaded by the one before it.
+# The config files that are running, each loaded by the one before it.
 _running: list[Path] = []
 
 
 class LazyCall:
-    """Describes a call as a config, for :func:`instantiate` to make.
+    """Describes a call as a config, which :func:`instantiate` executes.
 
     Example::
 
@@ -68,7 +68,7 @@ def instantiate(cfg: Any) -> Any:
         cfg: a config whose references are resolved, a part of one, or any other value.
 
     Raises:
-        Exception: the error of a target, with a note about the path and the target.
+        Exception: the error of a target, with a note that names the target and its path.
     """
     return _built(from_omegaconf(cfg, resolve=True), ())
 
@@ -78,7 +78,7 @@ def _built(value: Any, path: Keys) -> Any:
     if isinstance(value, LazyCall):
         raise TypeError(
             f"LazyCall({value._target!r}) is not called ({dotted(path) or 'the config'}): "
-            "add its arguments in parentheses"
+            "add the arguments in parentheses"
         )
     if kind in (list, tuple):
         return kind(_built(item, (*path, i)) for i, item in enumerate(value))
@@ -103,24 +103,24 @@ class LazyConfig:
         """Load the config of a Python file, which is run, or of a file that :meth:`save` wrote.
 
         In a Python file, relative imports (``from .common.train import train``) load the files
-        beside it, which need no ``__init__.py``. Each import runs a file again and gives its dicts
-        as ConfigDicts, so the importing file may change them. Absolute imports are Python's own.
+        beside it, without any ``__init__.py``. Each import runs the file again and returns its
+        dicts as ConfigDicts, so the importing file may change them. Absolute imports are Python's.
 
-        A saved file runs and imports nothing before :func:`instantiate`.
+        Loading a saved file runs and imports nothing; only :func:`instantiate` does.
 
         Args:
             filename: a ``.py`` file, or a JSON file of any other name.
-            keys: the name, or names, of the wanted globals of the file.
+            keys: the name or names of the globals to return.
 
         Returns:
             Without ``keys``, a ConfigDict of the public global dicts and lists of the file. With
-            ``keys``, that object or the tuple of them. References are resolved in the whole config
-            after all files have run; a file that loads or imports another sees its references.
+            ``keys``, that object or a tuple of these objects. References are resolved in the whole
+            config after all files have run; a file that imports another sees its references.
 
         Raises:
             ValueError: if the file is neither Python nor JSON, or a reference names no key.
-            FileNotFoundError: if the file, or one that a relative import names, does not exist. A
-                relative import names a file, not a folder.
+            FileNotFoundError: if the file, or the file of a relative import, does not exist. A
+                relative import must name a file, not a folder.
             KeyError: if the file has no global of that name.
         """
         path = Path(filename).absolute()
@@ -143,15 +143,15 @@ class LazyConfig:
 
     @staticmethod
     def save(cfg: ConfigDict, filename: AnyPath) -> None:
-        """Save a config as JSON, from which :meth:`load` reads a config of the same objects.
+        """Save a config as JSON, from which :meth:`load` reads an equivalent config.
 
         References are saved as they were written, classes and functions by their dotted names,
-        tuples as lists. The file appears only when it is complete.
+        and tuples as lists. The file appears only when it is complete.
 
-        For a value that cannot be saved, such as a lambda, a tensor or a function of the config
-        file itself, a warning names its key, and :func:`instantiate` refuses the saved value. For
-        a class or function of the running script a warning says that another program finds none
-        of that name, or its own.
+        If a value cannot be saved, such as a lambda, a tensor or a function of the config file
+        itself, a warning names its key, and :func:`instantiate` refuses the saved value. A class or
+        function of the running script causes a warning too, since another program would not find
+        it, or find its own of the same name.
 
         Args:
             cfg: a whole config.
@@ -162,7 +162,7 @@ class LazyConfig:
         """
         if Path(filename).suffix == ".py":
             raise ValueError(
-                "a config is saved as JSON: give a name like 'config.json', not "
+                "a config is saved as JSON: use a name such as 'config.json', not "
                 f"{str(filename)!r}"
             )
         for line in LazyConfig.to_py(cfg, "").splitlines():
@@ -192,7 +192,7 @@ def _read_json(path: Path) -> ConfigDict:
         return ConfigDict(json.loads(path.read_bytes()))
     except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} is neither a .py file nor JSON, as LazyConfig.save writes it: "
+            f"{str(path)!r} is neither a .py file nor JSON written by LazyConfig.save: "
             f"{error}"
         ) from None
 
@@ -209,7 +209,7 @@ def _run(path: Path) -> ConfigDict:
     ) -> Any:
         if level == 0:
             return builtins.__import__(name, globals, locals, fromlist)
-        # One dot is the folder of the importing file, and each further dot the folder above.
+        # One dot is the folder of the importing file; each further dot is one folder up.
         folder = Path(*path.parts[:-level])
         below = name.replace(".", "/")
         names = _run(folder / f"{below}.py")

@@ -25,8 +25,9 @@ def apply_overrides(cfg: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 
     - ``a.b=3`` sets an existing key. The value is everything after the first ``=``: a Python
       literal (number, quoted text, list, tuple, dict), one of true, false, none, null in any case,
-      or else a string. It replaces the old value; dicts are not merged. To replace anything but a
-      string or None, a string needs quotes, except periods such as ``1 epoch`` or ``10 minutes``.
+      or else a string. It replaces the old value; dicts are not merged. A string that replaces
+      anything but a string or None needs quotes, except periods such as ``1 epoch`` or
+      ``10 minutes``.
     - ``+a.b=3`` sets a key that need not exist, and adds the missing dicts on its path.
     - ``a.items.0=3`` changes a list item; ``a='${b.c}'`` sets a reference.
 
@@ -55,8 +56,8 @@ def _apply(cfg: ConfigDict, override: str) -> None:
     if not all(parts) or not equals:
         raise ValueError(
             "an override is 'key=value' or '+key=value', with a key like "
-            f"'train.max_iter', not {override!r} (--resume takes no path: it goes on in "
-            "train.output_dir; weights alone are train.init_checkpoint=PATH)"
+            f"'train.max_iter', not {override!r} (--resume takes no path, it resumes from "
+            "train.output_dir; to load only weights, use train.init_checkpoint=PATH)"
         )
     node: Any = cfg
     *above, last = parts
@@ -73,7 +74,7 @@ def _apply(cfg: ConfigDict, override: str) -> None:
 
 
 def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
-    """The key of a dict or list for a part of a path. With +, a dict may get a new key."""
+    """The key that a part of a path means in a dict or list. With +, it may be a new key."""
     container = None if isinstance(node, tuple) else node
     found = find_key(container, part)
     if found is not None:
@@ -81,14 +82,14 @@ def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
     if override.startswith("+") and isinstance(node, dict):
         return part
     hint = did_you_mean(part, known_keys(container))
-    # The key may be elsewhere: batch_size ends dataloader.train.total_batch_size.
+    # Suggest longer paths: dataloader.train.total_batch_size ends in batch_size.
     lines = dotted_lines(to_data(cfg), "")
     paths = [line.partition(" = ")[0] for line in lines]
     elsewhere = [path for path in paths if path.endswith(part)]
     if elsewhere:
         hint = f"; there is {', '.join(elsewhere)}"
-    # A key that is added to a call is an argument, and one at the top may be hooks or writers.
-    # A new key in any other dict would have no effect.
+    # A new key in a call is an argument, and a new key at the top may be hooks or writers. In any
+    # other dict it would have no effect.
     if container is cfg or "_target_" in known_keys(container):
         hint += " (a + before the key adds it)"
     raise KeyError(f"the override {override!r}: the config has no {part!r}{hint}")
@@ -108,7 +109,7 @@ def parse_value(text: str) -> Any:
 
 
 def _check_text(node: Any, key: Any, override: str) -> None:
-    """Refuse a string without quotes, probably a typo, in the place of another kind of value."""
+    """Refuse an unquoted string, probably a typo, that replaces another kind of value."""
     text = override.partition("=")[2]
     if "${" in text or PERIOD.fullmatch(text):
         return
@@ -117,7 +118,7 @@ def _check_text(node: Any, key: Any, override: str) -> None:
         old = node[key]
     if isinstance(old, int | float | list | tuple | dict):
         raise ValueError(
-            f"the override {override!r} replaces {old!r:.60} by a string: give a value of its "
-            "kind, or a period such as '1 epoch', or put quotes around the string. A call takes "
-            "another class by its key _target_, as in optimizer._target_=torch.optim.Adam"
+            f"the override {override!r} replaces {old!r:.60} by a string: give a value of the "
+            "same kind, or a period such as '1 epoch', or put quotes around the string. To change "
+            "the class of a call, override its _target_: optimizer._target_=torch.optim.Adam"
         )

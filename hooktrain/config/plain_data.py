@@ -22,9 +22,9 @@ def to_data(value: Any) -> Any:
     """A value as dicts with string keys, lists, strings, numbers, True, False and None.
 
     Tuples become lists. A class or a function becomes its dotted name under the keys ``_target_``
-    and ``type``, which take names, and a call that imports it elsewhere. Partial functions, paths,
-    devices, ranges, enum members, and dicts with other keys than strings become calls
-    that :func:`instantiate` makes.
+    and ``type``, which accept names, and elsewhere a call that imports it. Partial functions,
+    paths, devices, ranges, enum members, and dicts with keys other than strings become calls that
+    :func:`instantiate` executes.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -38,7 +38,7 @@ def to_data(value: Any) -> Any:
     if kind is partial:
         return _call_data(partial, value.func, *value.args, **value.keywords)
     if isinstance(value, Enum | range | PurePath | torch.device):
-        # As for pickle, a function and its arguments make the value.
+        # As in pickle, a function and its arguments recreate the value.
         reduced: Any = value.__reduce_ex__(2)
         target, args = reduced[:2]
         return _call_data(target, *args)
@@ -67,7 +67,7 @@ def _call_data(target: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str:
-    """The dotted name of a class or function; the prefix and its repr if it has none."""
+    """The dotted name of a class or function, or ``NOT_SAVED`` and the repr if it has none."""
     try:
         return importable_name(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Background work beside the training loop, whose errors are raised in the loop."""
+"""Work in a background thread, whose errors are raised in the caller."""
 
 import logging
 from collections.abc import Callable
@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWorker:
-    """Runs one job at a time in a thread, while the caller goes on.
+    """Runs one job at a time in a thread, while the caller continues.
 
     An error of a job is logged at once and raised by the next :meth:`submit` or :meth:`wait`. The
     thread ends with its job, so there is nothing to close.
@@ -21,7 +21,7 @@ class BackgroundWorker:
 
     Args:
         name: the name of the jobs in messages, and of the thread.
-        level: of the line in the log when a job fails.
+        level: the log level of the message when a job fails.
     """
 
     def __init__(self, name: str, level: int = logging.ERROR) -> None:
@@ -39,7 +39,7 @@ class BackgroundWorker:
                 for the threads of an executor.)
 
         Raises:
-            BaseException: the error of the previous job; then this one is not started.
+            BaseException: the error of the previous job; this one is then not started.
         """
         self.wait()
         self._thread = Thread(
@@ -51,7 +51,7 @@ class BackgroundWorker:
         """Wait until no job is running.
 
         Args:
-            seconds: the longest time to wait; None waits without a limit.
+            seconds: the maximum time to wait; None waits without a limit.
 
         Returns:
             Whether the job has ended.

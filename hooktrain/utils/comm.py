@@ -23,7 +23,7 @@ from hooktrain.utils.background import BackgroundWorker
 
 T = TypeVar("T")
 
-# The ranks that take part in a collective; None is all ranks.
+# The ranks that take part in a collective; None means all ranks.
 Group: TypeAlias = ProcessGroup | None
 
 _BEAT_SECONDS = 1.0
@@ -79,7 +79,7 @@ def _data_share() -> tuple[int, int]:
 
 
 def set_local_rank(rank: int, size: int) -> None:
-    """Say which ranks share a machine, for a script that has joined its process group by itself.
+    """Declare which ranks share a machine, in a script that initialises its own process group.
 
     It sets ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as torchrun, the strategies and
     :func:`hooktrain.engine.launch` do.
@@ -97,7 +97,7 @@ def get_local_rank() -> int:
     See :func:`set_local_rank`.
 
     Raises:
-        RuntimeError: if there are several processes, and it is not set.
+        RuntimeError: if there are several processes, but the variable is not set.
     """
     return _local_number("LOCAL_RANK", alone=0)
 
@@ -113,13 +113,13 @@ def _local_number(variable: str, alone: int) -> int:
     if get_world_size() == 1:
         return alone
     raise RuntimeError(
-        "it is unknown which ranks share a machine: start them by launch() or torchrun, or call "
+        "unknown which ranks share a machine: start them by launch() or torchrun, or call "
         "comm.set_local_rank()"
     )
 
 
 def synchronize() -> None:
-    """Wait until every rank has called this, but not for accelerators. Collective."""
+    """Wait until every rank has called this. It does not wait for accelerators. Collective."""
     any_rank(False)
 
 
@@ -176,7 +176,7 @@ def max_and_sum(values: Tensor, maxima: int) -> None:
     rows = values.new_empty(get_world_size(), len(values))
     dist.all_gather(list(rows), values, object_group())
     values[:maxima] = rows[:, :maxima].amax(0)
-    # Numpy adds row after row, where Tensor.sum leaves the order to the processor.
+    # Numpy adds row by row, whereas the order of Tensor.sum depends on the processor.
     values[maxima:] = torch.from_numpy(rows[:, maxima:].numpy().sum(axis=0))
 
 
@@ -187,7 +187,7 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
         flag: the flag of this rank.
         device: the device to exchange it on. Accelerators are faster than gloo.
     """
-    # Host-device synchronisation, on an accelerator.
+    # Host-device synchronisation on an accelerator.
     return all_reduce(torch.tensor(int(flag), device=device)).item() > 0
 
 

@@ -16,20 +16,20 @@ import torch
 # Each generator on the CPU takes a seed of 32 bits.
 _FOUR_SEEDS = Struct("<IIII")
 
-_training = threading.RLock()  # of the thread that trains
+_training = threading.RLock()  # held by the thread that trains
 
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Refuse to train while another thread of this process does.
+    """Refuse to train while another thread of this process trains.
 
     Raises:
-        RuntimeError: if another thread trains.
+        RuntimeError: if another thread is training.
     """
     if not _training.acquire(blocking=False):
         raise RuntimeError(
             "another thread of this process is training, and both would draw from the same random "
-            "generators: train in processes, or one after the other"
+            "generators: train in separate processes, or one after the other"
         )
     try:
         yield
@@ -41,10 +41,10 @@ def seed_all_rng(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch, on the CPU and on all devices.
 
     Args:
-        seed: from 0 to 2^32 - 1.
+        seed: the seed, from 0 to 2^32 - 1.
 
     Raises:
-        ValueError: if the seed is out of range; then nothing is seeded.
+        ValueError: if the seed is out of range; nothing is seeded then.
     """
     np.random.seed(seed)  # first, since it refuses a seed that is out of range
     random.seed(seed)
@@ -52,7 +52,7 @@ def seed_all_rng(seed: int) -> None:
 
 
 def seed_on_host(counter: int, *stream: int | str) -> int:
-    """Seed the CPU's global generators of Python, numpy and torch, in some 10 microseconds.
+    """Seed the CPU's global generators of Python, numpy and torch, in about 10 microseconds.
 
     Each generator gets a seed of its own, from a hash of the arguments.
 
@@ -67,7 +67,8 @@ def seed_on_host(counter: int, *stream: int | str) -> int:
     hashed = _hash(*stream).copy()
     hashed.update(counter.to_bytes(8, "little"))
     for_torch, for_numpy, for_python, for_device = _FOUR_SEEDS.unpack(hashed.digest())
-    # torch.manual_seed would also seed every kind of device, which takes longer than a small step.
+    # torch.manual_seed would also seed every kind of device, which takes longer than a small step
+    # of training.
     torch.default_generator.manual_seed(for_torch)
     np.random.seed(for_numpy)
     random.seed(for_python)
@@ -90,7 +91,8 @@ def seed_step(seed: int, iteration: int, rank: int, event: str = "step") -> None
         seed: the seed of the run, any integer.
         iteration: the iteration, from 0.
         rank: the rank of this process.
-        event: the name of the consumer: a step, or an event between steps, such as an evaluation.
+        event: the name of the code that draws the numbers: a step, or an event between steps such
+            as an evaluation.
     """
     for_device = seed_on_host(iteration, event, seed, rank)
     module = device_module()

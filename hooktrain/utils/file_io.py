@@ -1,8 +1,8 @@
-"""Atomic replacement of files and folders, and one lock for each folder.
+"""Atomic replacement of files and folders, and a lock per folder.
 
 A file is written under a temporary name in the same folder, which begins with a dot and ends with
-``.tmp-hooktrain-<pid>-<host>``. It is renamed when it is complete and on the disk. The next process
-that locks the folder removes the temporary files of killed ones.
+``.tmp-hooktrain-<pid>-<host>``. It is renamed once it is complete and on the disk. The next process
+that locks the folder removes the temporary files of killed processes.
 """
 
 import errno
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
-# The end of the name of a folder that is being replaced. Files and folders with other names may not
-# belong to a run.
+# The suffix of a folder that is being replaced. Files and folders with other names may not belong
+# to a run.
 MOVED_ASIDE = r"\.old-hooktrain-\d+-.+"
 _TEMPORARY = re.compile(r"\..+\.tmp-hooktrain-(\d+)-(.+?)(?:\.\d+)?")
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -38,8 +38,8 @@ _locks: dict[Path, FileLock] = {}
 def lock_folder(folder: AnyPath) -> None:
     """Lock a folder for this process, and remove temporary files of killed runs.
 
-    It is the operating system's lock on the file ``.lock`` in the folder, so it does not outlive a
-    kill, and children do not inherit it. :func:`unlock_folder` releases it. On a file system
+    The operating system locks the file ``.lock`` in the folder, so the lock does not survive a
+    kill, and child processes do not inherit it. :func:`unlock_folder` releases it. On a file system
     without locks there is a warning, and nothing is removed.
 
     Args:
@@ -53,19 +53,19 @@ def lock_folder(folder: AnyPath) -> None:
     if path in _locks and _locks[path].is_locked:  # a forked child's copy is not locked
         return
     path.touch()
-    # The existence of filelock's fallback file is the lock, which would outlive a kill.
-    # A thread may unlock what another one has locked.
+    # No fallback to filelock's soft lock, whose mere file would survive a kill. One thread may
+    # unlock a folder that another has locked.
     lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
-        owner = path.read_text() or "unknown"  # it has not come to write it
+        owner = path.read_text() or "unknown"  # not written yet
         raise RuntimeError(
             f"the folder {str(folder)!r} is in use by another run (process and host: {owner}); "
-            "wait for its end, or choose another output folder"
+            "wait for it to end, or choose another output folder"
         ) from None
     except OSError as error:
-        message = "%s cannot be locked (%s): make sure that no other run writes there"
+        message = "Cannot lock %s (%s): make sure that no other run writes there"
         logger.warning(message, folder, error)
         return
     path.write_text(_owner())
@@ -74,15 +74,15 @@ def lock_folder(folder: AnyPath) -> None:
 
 
 def keep_lock(folder: AnyPath) -> None:
-    """Lock a folder again that this process had locked, if it was renamed or deleted meanwhile.
+    """Lock a folder again if it was renamed or deleted since this process locked it.
 
     Raises:
-        RuntimeError: if another process has locked a folder of that name meanwhile.
+        RuntimeError: if another process has since locked a folder of that name.
     """
     path = Path(folder).resolve() / ".lock"
     is_there = path.exists() and path.read_text() == _owner()
     if path in _locks and not is_there:
-        message = "%s was renamed or deleted meanwhile: the run goes on in a new folder"
+        message = "%s was renamed or deleted: the run continues in a new folder"
         logger.warning(message, folder)
         unlock_folder(folder)
         lock_folder(folder)
@@ -97,10 +97,10 @@ def unlock_folder(folder: AnyPath) -> None:
 
 
 def sweep(folder: AnyPath) -> None:
-    """Remove temporary files, and put back folders that were moved aside.
+    """Remove temporary files, and restore folders that were moved aside.
 
-    The caller must hold the lock of the folder. Errors are logged. Temporary files of another live
-    process on this machine stay, since a single save or a fetch takes no lock.
+    The caller must hold the lock of the folder. Errors are logged. Temporary files of other live
+    processes on this machine are kept, since a single save or a fetch takes no lock.
     """
     for entry in sorted(Path(folder).iterdir()):
         try:
@@ -115,7 +115,7 @@ def sweep(folder: AnyPath) -> None:
 
 
 def _is_of_live_process(number: str, host: str) -> bool:
-    """Whether a temporary file is that of another live process on this machine."""
+    """Whether a temporary file belongs to another live process on this machine."""
     if host != socket.gethostname() or int(number) == os.getpid():
         return False
     try:
@@ -125,7 +125,7 @@ def _is_of_live_process(number: str, host: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # it is a process of another user, or the system has no such files
+        return True  # another user's process, or the system has no /proc
 
 
 def _put_back(aside: Path, target: Path) -> None:
@@ -141,21 +141,21 @@ def is_address(path: AnyPath) -> bool:
 
 
 def on_disk(path: AnyPath) -> str:
-    """A path to write to, with the home folder in place of ``~``.
+    """A path to write to, with ``~`` expanded.
 
     Raises:
-        ValueError: for an address, since a run locks and renames its files.
+        ValueError: for an address, since a run must lock and rename its files.
     """
     if is_address(path):
         raise ValueError(
-            f"a run cannot write to {path!r}: give a folder on a disk, and this address as "
-            "train.store, to which each checkpoint is copied"
+            f"a run cannot write to {path!r}: give a folder on a disk, and set train.store to "
+            "the address, to which each checkpoint is then copied"
         )
     return os.path.expanduser(path)
 
 
 def temporary_path(path: Path) -> Path:
-    """The path at which this process writes a file before it gets its name."""
+    """The path at which this process writes a file before it is renamed."""
     return path.with_name(f".{path.name}.tmp-{_owner()}")
 
 
@@ -170,16 +170,16 @@ def publish(folder: AnyPath, name: str) -> None:
 def replacing(path: AnyPath) -> Iterator[Path]:
     """Write a file or folder at a temporary path, which then replaces ``path`` atomically.
 
-    The rename is on the disk when the block is left. If anything fails before it, the temporary
-    path is removed, and ``path`` stays as it was. A folder that is replaced is first renamed to
-    ``<name>.old-hooktrain-<pid>-<host>.<number>``, which :func:`sweep` puts back after a kill. If
+    After the block, the rename is on the disk. If anything fails before the rename, the temporary
+    path is removed and ``path`` is unchanged. A replaced folder is first renamed to
+    ``<name>.old-hooktrain-<pid>-<host>.<number>``, which :func:`sweep` restores after a kill. If
     the old folder is still open somewhere, :func:`sweep` removes the rest later.
 
     Args:
         path: a file or a folder, which need not exist. Its parent must exist.
 
     Raises:
-        IsADirectoryError: for a file, if there is a folder of its name.
+        IsADirectoryError: for a file, if a folder of the same name exists.
         OSError: if writing fails; the error names the path.
 
     Yields:
@@ -189,7 +189,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     temporary = temporary_path(target)
     aside = first_free(target.with_name(f"{target.name}.old-{_owner()}"))
     try:
-        _remove(temporary)  # a killed process may have had the same number
+        _remove(temporary)  # a killed process may have had the same id
         yield temporary
         if target.is_dir() and temporary.is_dir():
             os.rename(target, aside)
@@ -198,7 +198,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
         with suppress(OSError):
             delete(aside)
     except BaseException as error:
-        # The first error is more helpful, and sweep() removes the rest.
+        # The original error is more helpful, and sweep() removes the rest.
         with suppress(OSError):
             if aside.exists():
                 _put_back(aside, target)
@@ -217,7 +217,7 @@ def atomic_write(path: AnyPath) -> Iterator[IO[bytes]]:
         ...     torch.save(state, file)
 
     Yields:
-        The open temporary file, for bytes.
+        The temporary file, open in binary mode.
     """
     with replacing(path) as temporary, open(temporary, "wb") as file:
         yield file
@@ -247,7 +247,7 @@ def first_free(path: Path) -> Path:
 
 
 def sync(path: AnyPath) -> None:
-    """Flush a file to the disk, or a folder, so that a rename in it survives a power cut."""
+    """Flush a file, or a folder so that a rename in it survives a power cut, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -261,17 +261,17 @@ def sync(path: AnyPath) -> None:
 
 @cache  # one warning for each path
 def _warn_of_power_cuts(path: str, reason: str) -> None:
-    message = "%s cannot be flushed (%s): a power cut may lose the last save"
+    message = "Cannot flush %s (%s): a power cut may lose the last save"
     logger.warning(message, path, reason)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an exception says that the disk, a quota or the largest allowed file is full."""
+    """Whether an exception means that the disk is full, or a quota or file size limit reached."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL
 
 
 def _owner() -> str:
-    """The process and the host, in the names of temporary files and in locks."""
+    """The process id and the host, for names of temporary files and for locks."""
     return f"hooktrain-{os.getpid()}-{socket.gethostname()}"
 
 

@@ -15,7 +15,7 @@ LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEB
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
-    """Reports the first record that it cannot write, and drops the later ones."""
+    """Reports the first record that it cannot write, and drops all later records."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exc_info()[1]
@@ -24,7 +24,9 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not in 3.10
             return
         name = getattr(self.stream, "name", "the log")
         nowhere = open(os.devnull, "w")  # noqa: SIM115
-        if self.stream is sys.stdout:  # for example after "| head": print() would fail
+        if (
+            self.stream is sys.stdout
+        ):  # closed, for example, by "| head": print() would fail too
             sys.stdout = nowhere
         self.stream = nowhere
         logging.getLogger(record.name).error("Cannot write to %s: %s", name, error)
@@ -35,18 +37,18 @@ class _FileHandler(_Handler, logging.FileHandler):
 
 
 class _TerminalHandler(_Handler):
-    """Writes to the current ``sys.stdout``, not to the one at construction."""
+    """Writes to the current ``sys.stdout``, not to that of the construction."""
 
     def __init__(self, color: bool) -> None:
         super().__init__(sys.stdout)
-        # With None, termcolor asks the terminal.
+        # With None, termcolor checks the terminal.
         clock = colored("%(asctime)s", "green", no_color=None if color else True)
         self.formatter = logging.Formatter(f"{clock} %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Begin a line with the level, from WARNING on."""
+        """Prefix the line with the level, for WARNING and above."""
         line = super().format(record)
-        # What the terminal cannot show is escaped, such as an umlaut in the locale C.
+        # Characters that the terminal cannot show, such as an umlaut in the locale C, are escaped.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         line = line.encode(encoding, "backslashreplace").decode(encoding)
         if record.levelno < logging.WARNING:
@@ -54,7 +56,7 @@ class _TerminalHandler(_Handler):
         return f"{record.levelname} {line}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stdout is not None:  # None in a process that was started without it
+        if sys.stdout is not None:  # None in a process that was started without stdout
             self.stream = sys.stdout
             super().emit(record)
 
@@ -68,24 +70,24 @@ def setup_logger(
     configure_stdout: bool = True,
     level: str = "normal",
 ) -> logging.Logger:
-    """Log to the terminal, and all records from DEBUG on to a file.
+    """Log to the terminal, and all records of level DEBUG and above to a file.
 
-    Lines on the terminal begin with the time, those in the file with the date, the name of the
-    logger and the level too. Another call for the same name replaces the handlers of the last one.
-    Other handlers stay.
+    Lines on the terminal begin with the time; lines in the file also have the date, the name of
+    the logger and the level. Another call for the same name replaces the handlers of the previous
+    call. Other handlers are kept.
 
     Args:
         output: a file, if the name ends in .txt or .log; otherwise a folder, in which the file is
-            log.txt. A file that exists is appended to. None writes no file.
+            log.txt. An existing file is appended to. None writes no file.
         distributed_rank: the rank of this process; None takes that of the process group, or
             torchrun's if there is no group yet. Ranks above 0 do not write to the terminal, and add
             ``.rank{N}`` to the name of the file. Ranks from 128 on write nothing.
-        color: whether to use colours, if the terminal has them and the variables NO_COLOR and
+        color: whether to use colours, if the terminal supports them and the variables NO_COLOR and
             FORCE_COLOR do not decide otherwise.
         name: the name of the logger; "" is the root logger.
         configure_stdout: whether to write to the terminal.
-        level: the records for the terminal: ``"quiet"`` is warnings and errors, ``"normal"`` is
-            INFO and above, and ``"debug"`` is everything.
+        level: the records to show on the terminal: ``"quiet"`` is warnings and errors, ``"normal"``
+            is INFO and above, and ``"debug"`` is everything.
 
     Returns:
         The logger.
@@ -120,7 +122,7 @@ def _log_file(output: AnyPath, rank: int) -> Path:
     path = Path(on_disk(output))
     if path.suffix not in (".txt", ".log"):
         path /= "log.txt"
-    # More files than these would burden the file system.
+    # More files would burden the file system.
     if rank >= 128:
         return Path(os.devnull)
     if rank > 0:

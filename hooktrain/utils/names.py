@@ -1,4 +1,4 @@
-"""Python objects by name: near misses, dotted names, and calls; checks of arguments."""
+"""Python objects by dotted name, suggestions for unknown names, and checks of arguments."""
 
 import difflib
 import inspect
@@ -14,20 +14,20 @@ import torch
 
 T = TypeVar("T")
 
-# What a state_dict() returns. A load_state_dict() does not change it.
+# The result of a state_dict(). A load_state_dict() must not change it.
 State: TypeAlias = dict[str, Any]
 
 # Numbers by name, such as the metrics of an iteration or of an evaluation.
 Numbers: TypeAlias = dict[str, float]
 
-# The keys, indices and names of fields that lead to a value in nested containers.
+# The keys, indices and field names that lead to a value in nested containers.
 Keys: TypeAlias = tuple[Any, ...]
 
 logger = logging.getLogger(__name__)
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """The end of an error message about an unknown name.
+    """The hint at the end of an error message about an unknown name.
 
     Args:
         name: the unknown name.
@@ -35,7 +35,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
     Returns:
         ``"; did you mean 'x'?"`` if a known name is similar. Otherwise the first twelve known
-        names, or "" if there are none.
+        names, or "" if there are no known names.
     """
     names = list(map(str, known))
     folded = {each.casefold(): each for each in names}
@@ -47,7 +47,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def as_list(given: Iterable[T], kind: type, name: str) -> list[T]:
-    """The list of an argument that must be a collection of objects of one class.
+    """Convert an argument that must be a collection of objects of one class to a list.
 
     Args:
         given: the argument.
@@ -85,7 +85,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def dotted(path: Keys) -> str:
-    """Join keys and indices to the dotted path of messages, references and overrides."""
+    """Join keys and indices to a dotted path, as in messages, references and overrides."""
     return ".".join(map(str, path))
 
 
@@ -107,7 +107,7 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
 
     Args:
         kind: the class.
-        instead: for each such method, the advice on what to do instead of overriding it.
+        instead: the names of these methods, each with advice on what to do instead.
 
     Raises:
         TypeError: if the class defines one of these methods.
@@ -120,7 +120,7 @@ def refuse_overrides(kind: type, instead: Mapping[str, str]) -> None:
 def locate(name: str) -> Any:
     """Import the object with a dotted name, such as ``"torch.optim.SGD"``.
 
-    If a package has an attribute and a module of the same name, the name is the attribute's.
+    If a package has both an attribute and a module of that name, the attribute is returned.
 
     Raises:
         ImportError: if there is no such object.
@@ -130,7 +130,7 @@ def locate(name: str) -> Any:
         found = pydoc.locate(name)
     except pydoc.ErrorDuringImport as error:
         raise error.value from None  # type: ignore[misc, unused-ignore]
-    if found is None:  # or it is in a module that an attribute hides
+    if found is None:  # the object may be in a module that an attribute hides
         try:
             found = pkgutil.resolve_name(name)
         except (AttributeError, ImportError):
@@ -148,8 +148,8 @@ def importable_name(obj: Any) -> str:
         obj: a class, function, class method or ``torch.dtype``.
 
     Raises:
-        ValueError: if the object cannot be imported by name: a lambda, an object that is defined
-            in a function, an ordinary instance.
+        ValueError: if the object cannot be imported by name, such as a lambda, an object that is
+            defined in a function, or an ordinary instance.
     """
     if isinstance(obj, torch.dtype):
         return str(obj)
@@ -165,8 +165,8 @@ def importable_name(obj: Any) -> str:
         if type(found) is type(obj) and found == obj:
             return whole
     raise ValueError(
-        f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; name a "
-        "class or function that is defined at the top of a module"
+        f"{obj!r:.80} of type {type(obj).__name__} cannot be imported by name; use a "
+        "class or function that is defined at the top level of a module"
     )
 
 
@@ -182,7 +182,7 @@ def call(
         target: a callable, or its dotted name.
         args: the positional arguments.
         kwargs: the keyword arguments.
-        where: the end of the note: the place where the user wrote the call, such as
+        where: the end of the note, which says where the user wrote the call, such as
             ``"(model.head)"``.
 
     Raises:
@@ -206,7 +206,7 @@ def states_of(objects: Mapping[str, Any]) -> State:
     """The states of objects by name.
 
     Raises:
-        TypeError: if a ``state_dict`` returns None, for example because it lacks its return.
+        TypeError: if a ``state_dict`` returns None, for example because its return is missing.
     """
     states = {}
     for key, each in objects.items():

@@ -35,11 +35,11 @@ class Period:
 
     Args:
         every: a number of iterations, or a string such as ``"1 epoch"``, ``"0.5 epochs"``,
-            ``"10 minutes"``, ``"30 seconds"`` or ``"1 hour"``. Time is that of the trainer's steps;
-            see :class:`hooktrain.engine.clock.Clock`. 0 is never due.
+            ``"10 minutes"``, ``"30 seconds"`` or ``"1 hour"``. Only the time of the trainer's steps
+            counts; see :class:`hooktrain.engine.clock.Clock`. 0 is never due.
 
     Raises:
-        ValueError: for a negative number, a fraction of an iteration, ``"0 minutes"``, or another
+        ValueError: for a negative number, a fraction of an iteration, ``"0 minutes"``, or any other
             string.
     """
 
@@ -55,7 +55,7 @@ class Period:
         """Whether a period ends with the trainer's current iteration.
 
         Raises:
-            ValueError: for a period in epochs, if their length is unknown.
+            ValueError: if the period is in epochs, and the length of an epoch is unknown.
         """
         iterations = self.every
         if isinstance(iterations, str):
@@ -66,7 +66,7 @@ class Period:
         return iterations > 0 and trainer.done % iterations == 0
 
     def is_due_or_last(self, trainer: Any) -> bool:
-        """As :meth:`is_due`, but also True in the last iteration of the run."""
+        """Like :meth:`is_due`, but also True in the last iteration of the run."""
         return self.is_due(trainer) or trainer.is_last
 
 
@@ -78,10 +78,10 @@ def in_iterations(number: PeriodLike, epoch_length: int | None) -> int:
 
     Args:
         number: iterations, or epochs as a string.
-        epoch_length: the iterations of an epoch; None if unknown.
+        epoch_length: the number of iterations of an epoch; None if unknown.
 
     Raises:
-        ValueError: for another string, for a time, or for epochs of unknown length.
+        ValueError: for any other string, for a time, or for epochs of unknown length.
     """
     if not isinstance(number, str):
         return number
@@ -98,7 +98,7 @@ def in_iterations(number: PeriodLike, epoch_length: int | None) -> int:
 
 @lru_cache  # it is called after each iteration
 def _parse(text: str) -> tuple[Fraction, Fraction]:
-    """The number in a string, and its seconds; 0 for epochs."""
+    """The number in a string, and the seconds of its unit, which is 0 for epochs."""
     match = PERIOD.fullmatch(text)
     if match is None or float(match[1]) == 0:
         raise ValueError(
@@ -118,7 +118,7 @@ def end_of_run(
         start: the first iteration.
         max_iter: the end, or None.
         max_epochs: the end in epochs, counted from iteration 0, or None.
-        epoch_length: the iterations of an epoch; None if unknown.
+        epoch_length: the number of iterations of an epoch; None if unknown.
 
     Raises:
         ValueError: if there is no end, if it lies before the start, if the two ends differ, or for
@@ -128,7 +128,7 @@ def end_of_run(
         end = in_iterations(f"{max_epochs} epochs", epoch_length)
         if max_iter not in (None, end):
             raise ValueError(
-                f"a run has one end: give {max_iter=} or {max_epochs=}, and None for the "
+                f"a run has only one end: give {max_iter=} or {max_epochs=}, and None for the "
                 "other"
             )
         max_iter = end
@@ -139,9 +139,9 @@ def end_of_run(
         )
     if start == max_iter:
         logger.info(
-            "Nothing is left to train: max_iter=%d is reached. It counts from iteration 0, as "
-            "max_epochs does: give more to go on. Another run, such as the next fold, needs a "
-            "folder of its own, and begins with weights of this one by load_checkpoint()",
+            "Nothing is left to train: max_iter=%d is reached. Like max_epochs, it counts from "
+            "iteration 0: raise it to continue. A new run, such as the next fold, needs its own "
+            "folder; load_checkpoint() loads the weights of this run",
             max_iter,
         )
     return max_iter

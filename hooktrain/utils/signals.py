@@ -13,18 +13,18 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 
 
 def replace_handlers(numbers: Iterable[int], handler: Any) -> dict[int, Any]:
-    """Install a handler of signals, in the main thread, the only one that can handle them.
+    """Install a signal handler, in the main thread, the only thread that can handle signals.
 
-    SIGHUP, which a closed terminal sends, stays ignored where nohup has turned it off.
+    SIGHUP, which a closed terminal sends, stays ignored if nohup has disabled it.
 
     Returns:
-        The handlers that were there before, for :func:`restore_handlers`; none in another thread,
-        where a warning says what that costs.
+        The previous handlers, for :func:`restore_handlers`. In another thread no handler is
+        installed, and a warning explains the consequence.
     """
     if threading.current_thread() is not threading.main_thread():
         logger.warning(
-            "Signals are not handled outside of the main thread: SIGTERM ends the run at once, "
-            "and a resumed run goes on after its last periodic checkpoint"
+            "Signals are not handled outside the main thread: SIGTERM ends the run at once, "
+            "and a resumed run continues from the last periodic checkpoint"
         )
         return {}
     before = {number: signal.getsignal(number) for number in numbers}
@@ -36,12 +36,12 @@ def replace_handlers(numbers: Iterable[int], handler: Any) -> dict[int, Any]:
 
 
 def restore_handlers(before: dict[int, Any]) -> None:
-    """Put back the handlers that :func:`replace_handlers` has returned."""
+    """Restore the handlers that :func:`replace_handlers` has returned."""
     for number, handler in before.items():
-        # None: it was not installed from Python.
+        # None: the handler was not installed from Python.
         signal.signal(number, handler or signal.SIG_DFL)
 
 
 def is_of_scheduler(handler: Any) -> bool:
-    """Whether a scheduler's library has installed a handler, as submitit does to requeue a job."""
+    """Whether a job scheduler's library, such as submitit, has installed the handler."""
     return str(getattr(handler, "__module__", None)).startswith("submitit.")

@@ -1,4 +1,4 @@
-"""Tensors that are sharded, that are not finite, or that are in containers."""
+"""Helpers for sharded tensors, non-finite tensors and tensors in nested containers."""
 
 import copy
 import math
@@ -27,12 +27,12 @@ Tensors = dict[str, Tensor]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor. That class is not imported here, which takes half a second."""
+    """Whether it is a DTensor. Importing that class would take half a second."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The shard of a sharded tensor on this rank, which shares its memory; others as they are."""
+    """This rank's shard of a sharded tensor, with shared memory; other tensors unchanged."""
     if not is_sharded(tensor):
         return tensor
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -40,28 +40,28 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the shard of a sharded tensor on this rank begins in the tensor, and its shape.
+    """The offsets and the shape of this rank's shard within a sharded tensor.
 
-    Of other tensors, it is the box of the whole tensor.
+    For other tensors, those of the whole tensor.
     """
     if not is_sharded(tensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
-    # What torch.distributed.checkpoint asks a tensor.
+    # torch.distributed.checkpoint calls this method too.
     (shard,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
     return tuple(shard.offsets), tuple(shard.sizes)
 
 
 def narrow(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    """The box of these offsets and sizes in a tensor, which shares its memory."""
+    """A view of a tensor at these offsets, of these sizes."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """The device on which a tensor is computed.
+    """The device on which a tensor is used in computations.
 
-    A shard that is offloaded lies in the CPU's memory, and its mesh knows the device.
+    An offloaded shard is in CPU memory; its mesh has the device.
     """
     if is_sharded(tensor):
         return torch.device(tensor.device_mesh.device_type)  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def device_of(tensor: Tensor) -> torch.device:
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number for the bytes of a tensor; 0 if it is sharded or sparse."""
+    """A checksum of the bytes of a tensor; 0 if it is sharded or sparse."""
     if is_sharded(tensor) or tensor.layout is not torch.strided:
         return 0
     # Host-device synchronisation.
@@ -78,7 +78,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor as a whole, on every rank; others as they are. Collective."""
+    """A sharded tensor as a whole, on every rank; other tensors unchanged. Collective."""
     if not is_sharded(tensor):
         return tensor
     # An offloaded tensor first goes to the device where the ranks can exchange it.
@@ -94,9 +94,9 @@ def full_tensors(state: Any) -> Any:
         state: nested dicts, lists and tuples; it is not changed.
 
     Returns:
-        A copy of the containers. On the main process full tensors on the CPU replace the sharded
-        ones. On the other ranks None replaces them, so that only one process holds all of them in
-        memory. Everything else is the same object.
+        A copy of the containers. In place of the sharded tensors it has full tensors on the CPU on
+        the main process, and None on the other ranks, so that only one process holds all of them
+        in memory. All other leaves are the same objects.
     """
 
     def gather(_: Keys, leaf: Any) -> Any:
@@ -117,8 +117,8 @@ def map_leaves(function: Callable[[Keys, Any], Any], data: Any, path: Keys = ())
     tuples keep their type.
 
     Args:
-        function: takes the path to a leaf, which consists of keys, indices and names of fields,
-            and the leaf.
+        function: a function of the path to a leaf, which consists of keys, indices and field
+            names, and of the leaf.
         data: the containers, or a leaf; they are not changed.
         path: the path to ``data`` itself.
     """
@@ -145,7 +145,7 @@ def _items(data: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _with_items(data: Any, items: dict[Any, Any]) -> Any:
-    """A copy of a container with these items in place of its own."""
+    """A copy of a container with these items."""
     kind: Any = type(data)
     if isinstance(data, tuple):
         make = getattr(kind, "_make", partial(kind.__new__, kind))  # of a namedtuple
@@ -153,7 +153,7 @@ def _with_items(data: Any, items: dict[Any, Any]) -> Any:
     is_mutable = hasattr(data, "__setitem__")
     if isinstance(data, Mapping) and not is_mutable:  # such as a MappingProxyType
         return kind(items)
-    # It is copied, since not every class can be called with its items.
+    # The container is copied, since not every class can be called with its items.
     changed = copy.copy(data)
     # The attributes of a dataclass may be frozen.
     put = setitem if is_mutable else object.__setattr__
@@ -169,9 +169,9 @@ def shards_of(model: nn.Module | None) -> Tensors:
 
 
 def shard_for(tensor: Tensor, key: str, shards: Tensors) -> Tensor | None:
-    """The sharded tensor that has this one's shape, and a name that is part of the dotted key.
+    """The sharded tensor of the same shape whose name is part of the dotted key.
 
-    Those with such a key are weights, their averages, and the state of an optimizer.
+    Weights, their averages and the state of an optimizer have such keys.
     """
     parts = key.split(".")
     for begin, end in combinations(range(len(parts) + 1), 2):
@@ -183,11 +183,11 @@ def shard_for(tensor: Tensor, key: str, shards: Tensors) -> Tensor | None:
 
 @torch.no_grad()
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Take this rank's shard of a full tensor, such as one in a mapped file, which stays there.
+    """Take this rank's shard of a full tensor, such as a memory-mapped one, which is not loaded.
 
     Args:
         value: the full tensor, with equal values on all ranks.
-        like: the tensor whose sharding and device the result has.
+        like: the tensor whose sharding and device the result gets.
 
     Returns:
         The sharded tensor. It is ``value`` itself if ``like`` is not sharded, if ``value`` is
@@ -204,11 +204,11 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 def non_finite(tensors: Mapping[str, Any]) -> set[str]:
     """Name the tensors that hold infinity or NaN, such as ``{"mask is inf", "weight is nan"}``.
 
-    Of a sharded tensor only the local shard is checked. Tensors without data, tensors of one byte
-    a number, and values that are not tensors are left out.
+    Only the local shard of a sharded tensor is checked. Tensors without data, tensors with one byte
+    per number, and values that are not tensors are skipped.
 
     Args:
-        tensors: the tensors by name, also in containers as :func:`map_leaves` knows them. Their
+        tensors: the tensors by name, possibly in the containers of :func:`map_leaves`. Their
             names are joined by dots.
     """
     found: Tensors = {}
@@ -219,7 +219,7 @@ def non_finite(tensors: Mapping[str, Any]) -> set[str]:
             found[dotted(path)] = numbers
 
     map_leaves(keep, tensors)
-    # The maximum norm is taken, since a sum of squares may overflow.
+    # The maximum norm, since a sum of squares may overflow.
     largest = nn.utils.get_total_norm(found.values(), math.inf)
     if largest.isfinite():  # host-device synchronisation
         return set()
@@ -243,7 +243,7 @@ def _numbers(tensor: Any) -> Tensor | None:
 
 
 def types_of(data: Any) -> Any:
-    """The types of numbers and the shapes of a batch, for messages."""
+    """The data types and shapes of a batch, for messages."""
     return map_leaves(
         lambda _, leaf: (
             getattr(leaf, "dtype", type(leaf)),
@@ -254,15 +254,15 @@ def types_of(data: Any) -> Any:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """The device on which a model computes; without parameters it is the CPU."""
+    """The device on which a model computes; the CPU if it has no parameters."""
     return device_of(next(model.parameters(), torch.empty(0)))
 
 
 def mover_to(model: nn.Module) -> Callable[[Any], Any]:
     """The function that moves a batch to the device of a model; see :func:`to_device`.
 
-    On the CPU it returns batches as they are. So it does for a model with a ``train_step``, which
-    moves its batches by itself.
+    On the CPU it returns batches unchanged, and also for a model with a ``train_step``, which moves
+    its batches itself.
     """
     device = compute_device(model)
     if device.type == "cpu" or hasattr(model, "train_step"):
@@ -271,7 +271,7 @@ def mover_to(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move the tensors in nested containers, as :func:`map_leaves` knows them, which are copied.
+    """Move the tensors in nested containers to a device; see :func:`map_leaves`.
 
     Other objects with a method ``to`` are moved too, such as the encodings of Hugging Face's
     tokenizers. The host does not wait for a copy from pinned memory.

@@ -1,8 +1,8 @@
-"""The time of the last progress, for the hook ``Watchdog``."""
+"""The time of the last progress, which the hook ``Watchdog`` checks."""
 
 import time
 
-last_beat = 0.0  # when beat() was called last, by time.monotonic()
+last_beat = 0.0  # the time.monotonic() of the last call of beat()
 
 
 def beat() -> None:

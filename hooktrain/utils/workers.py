@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from hooktrain.utils.signals import ENDING
 
-_workers: WeakSet[Any] = WeakSet()  # that this process has started, and still knows
-# A forked child that starts workers must not kill those of its parent at its end.
+_workers: WeakSet[Any] = WeakSet()  # started by this process
+# A forked child that starts workers must not kill its parent's workers at its exit.
 os.register_at_fork(after_in_child=_workers.clear)
 
 
@@ -31,7 +31,7 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
     Args:
         loader: the loader of the batches. Signals are blocked only for a ``DataLoader``, and only
-            on systems that tell the sender of a signal (not on macOS).
+            on systems that report the sender of a signal (not on macOS).
 
     Raises:
         TypeError: for a data set, which yields samples instead of batches.
@@ -60,20 +60,20 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _naming_the_dead(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, with a plain error if a worker dies while it hands one over."""
+    """The batches, with a clear error if a worker dies while it hands one over."""
     try:
         yield from batches
     except (ConnectionError, EOFError) as error:
-        # torch names a worker that dies at another moment, and the errors of samples.
+        # Errors of samples, and of workers that die at other moments, get torch's own message.
         if str(error).startswith("Caught "):
             raise
         raise RuntimeError(
-            "a worker of the data loader has died while it handed over a batch. If the kernel "
-            "has killed it, its log says so: give it more memory"
+            "a worker of the data loader has died while it handed over a batch. If it was out of "
+            "memory, the kernel's log says so: give it more"
         ) from error
 
 
-@cache  # once in each process, since children inherit neither
+@cache  # once per process: a child inherits neither the cache entry nor the Finalize
 def _kill_at_exit(process: int) -> None:
     """Kill the remaining workers, before multiprocessing waits for them without a limit."""
     Finalize(None, _kill_workers, exitpriority=0)
@@ -89,9 +89,9 @@ def _kill_workers() -> None:
 def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:
     """The signals that a worker inherits as blocked."""
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    if method == "forkserver":  # the server would block them in all of its children
+    if method == "forkserver":  # the server would block the signals in all its children
         return ()
-    resource_tracker.ensure_running()  # its start unblocks signals
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
     return ENDING
 
 
@@ -99,7 +99,7 @@ def _init_worker(
     given: Callable[[int], None] | None, of_main_thread: bool, worker_id: int
 ) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    # For the kernel a thread is the parent, and a thread other than the main one may end early.
+    # To the kernel, the parent is a thread, and only the main thread surely lives to the end.
     if of_main_thread:
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -111,7 +111,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     while parent.is_alive():
-        # By SIGTERM, which the worker blocks, torch ends one that hangs.
+        # torch ends a hanging worker by SIGTERM, which the worker blocks.
         got = signal.sigtimedwait(ENDING, 1.0)
         if got is not None and got.si_pid == parent.pid:
             break

@@ -104,7 +104,7 @@ def test_a_run_that_is_already_complete_runs_no_step(
     assert message.startswith("Nothing is left to train: max_iter=5 is reached")
     assert "counts from iteration 0" in message
     # The model may be that of another fold.
-    assert "needs a folder of its own" in message
+    assert "needs its own folder" in message
     assert "load_checkpoint()" in message
 
 

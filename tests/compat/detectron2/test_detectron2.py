@@ -95,7 +95,7 @@ def test_an_old_scheduler_says_where_it_is(
 ) -> None:
     without(monkeypatch, *PEERS)
     with pytest.raises(
-        ImportError, match=r"no 'WarmupCosineLR'.*Install detectron2 beside"
+        ImportError, match=r"no 'WarmupCosineLR'.*Install detectron2 too"
     ):
         importlib.import_module(f"hooktrain.compat.{module}").WarmupCosineLR  # noqa: B018
 
@@ -127,13 +127,15 @@ def test_a_name_of_a_peer_that_is_not_installed_says_whose_it_is(
     name: str, owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, *PEERS)
-    with pytest.raises(ImportError, match=f"no '{name}'.* belongs to {owner}, or is misspelt"):
+    with pytest.raises(
+        ImportError, match=f"no '{name}'.* belongs to {owner}, or is misspelt"
+    ):
         getattr(detectron2, name)
 
 
 def test_a_name_of_detection_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, *PEERS)
     with pytest.raises(
-        ImportError, match=r"no 'MetadataCatalog'.*Install detectron2 beside"
+        ImportError, match=r"no 'MetadataCatalog'.*Install detectron2 too"
     ):
         from hooktrain.compat.detectron2 import MetadataCatalog  # noqa: F401

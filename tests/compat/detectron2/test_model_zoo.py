@@ -48,7 +48,7 @@ def test_without_detectron2_other_configurations_say_where_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without(monkeypatch, *PEERS)
-    with pytest.raises(ImportError, match=r"'get_config': it is detectron2's own"):
+    with pytest.raises(ImportError, match=r"'get_config': it belongs to detectron2"):
         get_config("common/optim.py")
     with pytest.raises(ImportError, match=r"'get_checkpoint_url'.*detectron2"):
         model_zoo.get_checkpoint_url  # noqa: B018
