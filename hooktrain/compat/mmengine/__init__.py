@@ -1,8 +1,8 @@
-"""What models, hooks, metrics and scripts import from MMEngine, in one place.
+"""The names that models, hooks, metrics and scripts import from MMEngine, in one module.
 
-``tools/from_mmengine.sed`` makes ``from mmengine.model import BaseModel`` into
-``from hooktrain.compat.mmengine import BaseModel``. A name that is not here comes from mmengine,
-where that is installed; else it is an ImportError.
+``tools/from_mmengine.sed`` turns ``from mmengine.model import BaseModel`` into
+``from hooktrain.compat.mmengine import BaseModel``. A missing name is imported from mmengine, if
+it is installed; otherwise there is an ImportError.
 """
 
 import logging
@@ -21,7 +21,7 @@ from hooktrain.utils.comm import (
 )
 
 # isort: split
-# Last, since they replace what has the same name above.
+# Last, since these replace objects of the same names above.
 from hooktrain.compat.mmengine.build import (
     build_optim_wrapper as build_optim_wrapper,
     build_param_scheduler as build_param_scheduler,
@@ -78,9 +78,9 @@ from hooktrain.compat.mmengine.strategy import (
 )
 from hooktrain.compat.peers import of_peers
 
-EpochBasedTrainLoop = _Runner  # what runner.train_loop is
+EpochBasedTrainLoop = _Runner  # the class of runner.train_loop
 
-# Where mmengine has the names that are not here.
+# The modules of mmengine that have the names missing here.
 _MODULES = (
     "mmengine",
     "mmengine.registry",
@@ -106,25 +106,25 @@ def __getattr__(name: str) -> Any:
         if found is not None:
             return found
     otherwise = (
-        f"hooktrain has no {name!r}: docs/migrating.md says what takes its place, if anything "
-        "does; or it comes from mmengine, where that is installed"
+        f"hooktrain has no {name!r}: see docs/migrating.md for a replacement, or install "
+        "mmengine if the name is mmengine's"
     )
     return adapted(of_peers(name, _MODULES, otherwise))
 
 
 class MMLogger:
-    """Gives the logger of the package."""
+    """MMEngine's access to the logger, which is this package's."""
 
     @staticmethod
     def get_instance(*args: Any, **kwargs: Any) -> logging.Logger:
-        """The logger, whatever name is asked for."""
+        """The package's logger, whatever the arguments."""
         return logging.getLogger("hooktrain")
 
     get_current_instance = get_instance
 
 
 def print_log(message: Any, logger: Any = None, level: int = logging.INFO) -> None:
-    """Log a message, whichever logger is named, or by the logger that is given.
+    """Log a message by the given logger, or by the package's if only a name is given.
 
     ``"silent"`` logs nothing.
     """

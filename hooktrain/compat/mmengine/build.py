@@ -1,4 +1,4 @@
-"""Optimizers, wrappers and schedulers from MMEngine's configurations, dicts with ``type``."""
+"""Builds optimizers, wrappers and schedulers from MMEngine's dicts with ``type``."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +28,7 @@ from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver.build import Wrappers, as_optim_wrapper
 from hooktrain.solver.optim_wrapper import Options
 
-# Of one optimizer, or by the names of several.
+# The schedulers of one optimizer, or of several by name.
 Schedulers = list[Any] | dict[str, list[Any]]
 
 for _found in vars(torch.optim).values():
@@ -55,18 +55,18 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
     - a dict whose ``optimizer`` is a torch optimizer; its ``type`` is the class of the
       wrapper, by default :class:`OptimWrapper`, and the other items are its arguments;
     - the same with a configuration as ``optimizer``: a dict with ``type`` (a name, a
-      class, or its dotted name) and its arguments. ``constructor`` is what builds it, by
-      default :class:`DefaultOptimWrapperConstructor`.
+      class, or its dotted name) and its arguments. ``constructor`` is the class that builds
+      it, by default :class:`DefaultOptimWrapperConstructor`.
 
     Args:
-        model: may be wrapped; may be None where the optimizers are built already.
+        model: the model, which may be wrapped; None if the optimizers are already built.
         cfg: see above. It is not changed.
 
     Raises:
-        TypeError: for anything else; for arguments that an optimizer or a wrapper does not
-            take; if a configuration needs a model and there is none.
-        KeyError: for a ``type`` or ``constructor`` that is missing or unknown.
-        ValueError: for a configuration without ``optimizer`` and ``constructor``.
+        TypeError: for any other ``cfg``; if an optimizer or a wrapper does not take an
+            argument; if a configuration needs a model, but it is None.
+        KeyError: if a ``type`` or ``constructor`` is missing or unknown.
+        ValueError: if a configuration has neither ``optimizer`` nor ``constructor``.
     """
     cfg = instantiate(cfg)
     keys = {"type", "optimizer", "constructor"}
@@ -75,7 +75,7 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
     if isinstance(cfg.get("optimizer"), Optimizer):
         return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]
     if keys.isdisjoint(cfg.keys() - {"type"}):
-        raise ValueError(f"give 'optimizer' or 'constructor', too: {cfg!r}")
+        raise ValueError(f"also give 'optimizer' or 'constructor': {cfg!r}")
     return _construct(model, dict(cfg))
 
 
@@ -90,28 +90,28 @@ def _construct(model: Any, cfg: dict[str, Any]) -> Wrappers:
 def build_param_scheduler(
     scheduler: Any, optim_wrapper: Any, default_args: Options | None = None
 ) -> Schedulers:
-    """Build schedulers of one or several optimizers, as the ``LRScheduler`` hook takes them.
+    """Build schedulers of one or several optimizers, for the ``LRScheduler`` hook.
 
     Args:
-        scheduler: a configuration, or a scheduler that is built already, or a list of
+        scheduler: a configuration, or a scheduler that is already built, or a list of
             these. A configuration is a dict with ``type``, the name or the class of a
             scheduler, and its arguments without the optimizer. By default its ``end`` is
             the end of the run. With ``convert_to_iter_based=True`` its arguments count
-            epochs, and it steps in iterations. With several optimizers, each gets its own
-            of the configurations; or give a dict of these by the name of the optimizer.
+            epochs, but it steps in iterations. With several optimizers, each gets a
+            scheduler from the configurations; or give a dict by optimizer name.
         optim_wrapper: an optimizer or a wrapper, or several by name.
-        default_args: what is known of the run, ``max_epochs``, ``max_iters`` and
-            ``epoch_length`` (the iterations of an epoch); and arguments that a
-            configuration may overrule.
+        default_args: facts about the run, ``max_epochs``, ``max_iters`` and
+            ``epoch_length`` (the iterations of an epoch), and default arguments, which a
+            configuration may override.
 
     Returns:
         A list of schedulers; with several optimizers, a dict of lists by name.
 
     Raises:
-        TypeError: for something that is neither a configuration nor a scheduler.
+        TypeError: for an object that is neither a configuration nor a scheduler.
         KeyError: for an unknown ``type``, or if a dict lacks the name of an optimizer.
-        ValueError: if the end of a schedule is not known though it needs one, or for
-            arguments out of range.
+        ValueError: if a schedule needs an end, but the end is unknown, or for arguments out
+            of range.
     """
     build = partial(_build_list, defaults=default_args or {})
     return for_each_optimizer(build, scheduler, optim_wrapper)
@@ -123,7 +123,7 @@ def for_each_optimizer(
     """Call a function with the schedulers and the wrapper of each optimizer.
 
     Returns:
-        What it has returned; with several optimizers, a dict by their names.
+        The function's result; with several optimizers, a dict of results by name.
     """
     if not isinstance(optim_wrapper, solver.OptimWrapperDict):
         return build(scheduler, optim_wrapper)
@@ -135,7 +135,7 @@ def for_each_optimizer(
 
 def _build_list(given: Any, optim_wrapper: Any, defaults: Options) -> list[Any]:
     each = given if isinstance(given, list | tuple) else [given]
-    # MMEngine's own schedulers know no wrappers but its own.
+    # mmengine's own schedulers only accept mmengine's own wrappers.
     optimizer = getattr(optim_wrapper, "optimizer", optim_wrapper)
     return [_build_scheduler(one, optimizer, defaults) for one in each]
 
@@ -152,7 +152,7 @@ def _build_scheduler(config: Any, optimizer: Optimizer, defaults: Options) -> An
     max_iters = arguments.pop("max_iters", None)
     epoch_length = arguments.pop("epoch_length", None)
     target = adapted(PARAM_SCHEDULERS.find(arguments.pop("type")))
-    # Schedulers of MMEngine's family have a range, which ends with the run.
+    # The schedulers of MMEngine's family have a range, which ends with the run by default.
     has_range = hasattr(target, "build_iter_from_epoch")
     if has_range and arguments.get("end") is None:
         length = max_epochs if arguments.get("by_epoch", True) else max_iters

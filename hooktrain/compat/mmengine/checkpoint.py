@@ -1,4 +1,4 @@
-"""Checkpoints of MMEngine, loaded and converted."""
+"""Loads and converts MMEngine's checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,13 +22,13 @@ def load_checkpoint(
     """:func:`hooktrain.checkpoint.load_checkpoint` with MMEngine's arguments.
 
     Args:
-        model: see there.
-        filename: see there.
-        map_location: see there; None is where each tensor was.
-        strict: see there.
-        logger: not used. This package's logger warns of what does not fit.
-        args: see there.
-        kwargs: see there.
+        model: see that function.
+        filename: see that function.
+        map_location: see that function; None is the device of each saved tensor.
+        strict: see that function.
+        logger: not used. This package's logger warns about mismatches.
+        args: see that function.
+        kwargs: see that function.
     """
     return checkpoint.load_checkpoint(
         model, filename, map_location, strict, *args, **kwargs
@@ -36,18 +36,19 @@ def load_checkpoint(
 
 
 def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint of MMEngine, or of a strategy, as a trainer's.
+    """Convert a checkpoint of MMEngine, or of a strategy, to a trainer's.
 
-    Save the result, and ``checkpointer.load(path)`` goes on with the run. Entries with other
-    objects (``"message_hub"``, most of ``"meta"``) are left out. Where MMEngine's
+    Save the result, and resume the run from it by ``checkpointer.load(path)``. Entries with other
+    objects (``"message_hub"``, most of ``"meta"``) are dropped. If MMEngine's
     EMAHook has saved the average as the model, the result has the raw weights as the
     model, and the average in the state of the hook ``EMA``.
 
     Args:
-        state: is not changed. Its ``meta["iter"]`` is the number of finished iterations.
+        state: the checkpoint, which is not changed. Its ``meta["iter"]`` is the number of finished
+            iterations.
 
     Raises:
-        KeyError: if it lacks the model, the optimizer or ``meta["iter"]``.
+        KeyError: if the model, the optimizer or ``meta["iter"]`` is missing.
     """
     key = "model" if "model" in state else "state_dict"
     model = dict(state[key])
@@ -75,16 +76,16 @@ def from_mmengine(state: Mapping[str, Any]) -> dict[str, Any]:
 def to_mmengine(
     state: Mapping[str, Any], epoch_length: int | None = None, *, ema: bool = True
 ) -> dict[str, Any]:
-    """A checkpoint of a trainer or of a strategy as MMEngine's, which strategies load too.
+    """Convert a checkpoint of a trainer or a strategy to MMEngine's, which strategies load too.
 
-    Save the result; ``Runner(..., load_from=path, resume=True)`` of MMEngine goes on with it,
-    unless its optimizer has a ``paramwise_cfg``, and so a group for each parameter.
+    Save the result; MMEngine's ``Runner(..., load_from=path, resume=True)`` resumes from it,
+    unless its optimizer has a ``paramwise_cfg``, and thus a group for each parameter.
 
     Args:
-        state: is not changed.
-        epoch_length: ``len(loader)``. MMEngine's runner needs it.
-        ema: an average is saved as its EMAHook does, as the model. False leaves it out, as
-            for a strategy.
+        state: the checkpoint, which is not changed.
+        epoch_length: ``len(loader)``, which MMEngine's runner needs.
+        ema: whether to save an average as the model, as MMEngine's EMAHook does. False drops the
+            average, as for a strategy.
     """
     if "trainer" not in state:
         state = from_mmengine(state)
@@ -113,7 +114,7 @@ def to_mmengine(
 
 
 def _swap(model: dict[str, Any], average: dict[str, Any]) -> None:
-    """Exchange the raw weights and the averaged ones."""
+    """Swap the raw weights and the averaged ones."""
     for name, value in model.items():
         key = f"module.{name}"
         model[name] = average[key]

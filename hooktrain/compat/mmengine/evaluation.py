@@ -1,4 +1,4 @@
-"""MMEngine's base of metrics."""
+"""MMEngine's base class of metrics."""
 
 from abc import abstractmethod
 from itertools import chain
@@ -16,19 +16,19 @@ class BaseMetric(DatasetEvaluator):
     """An evaluator that computes metrics from ``results``, a list for all samples of all ranks.
 
     Args:
-        collect_device: ``"cpu"`` or ``"gpu"``: results are always brought together on the CPU.
-        prefix: is put before the names of the metrics; None is ``default_prefix``.
+        collect_device: ``"cpu"`` or ``"gpu"``; results are always gathered on the CPU.
+        prefix: the prefix of the names of the metrics; None is ``default_prefix``.
         collect_dir: not used.
 
     Attributes:
-        results: what :meth:`process` has appended.
+        results: the list to which :meth:`process` appends.
     """
 
     default_prefix: str | None = None
 
     def __init_subclass__(cls) -> None:
         evaluate = cls.evaluate
-        if evaluate.__defaults__ is None:  # MMEngine always gives the size.
+        if evaluate.__defaults__ is None:  # MMEngine always passes the size.
             evaluate.__defaults__ = (None,)
 
     def __init__(
@@ -44,7 +44,7 @@ class BaseMetric(DatasetEvaluator):
 
     @property
     def dataset_meta(self) -> Any:
-        """Facts about the data set, such as its classes. The user sets them."""
+        """Facts about the data set, such as its classes, set by the user."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -57,13 +57,13 @@ class BaseMetric(DatasetEvaluator):
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """The metrics by name, from the results of all ranks; called on the main process."""
+        """Compute the metrics, by name, from all ranks' results; called on the main process."""
 
     def evaluate(self, size: int | None = None) -> dict[str, Any]:
-        """The metrics, on every rank. A collective.
+        """Compute the metrics, on every rank. A collective.
 
         Args:
-            size: of the data set. Further results are padding, and left out.
+            size: the size of the data set. Further results are padding, and are dropped.
         """
         mine = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.results)
         of_ranks = comm.all_gather(mine)

@@ -1,4 +1,4 @@
-"""MMEngine's hooks, which know the trainer as a runner."""
+"""MMEngine's hooks, which get the trainer as a runner."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,10 +26,10 @@ PRIORITIES = {
 }
 
 _ELSEWHERE = {
-    "before_save_checkpoint": "return what is to be saved from state_dict()",
-    "after_load_checkpoint": "take what was saved in load_state_dict(state)",
+    "before_save_checkpoint": "return the values to save from state_dict()",
+    "after_load_checkpoint": "restore the saved values in load_state_dict(state)",
 }
-# No trainer runs a test, and only the evaluators of a validation see its batches.
+# A trainer runs no test, and only the evaluators of a validation get its batches.
 _SELDOM_CALLED = {
     "_before_iter",
     "_after_iter",
@@ -45,7 +45,7 @@ _SELDOM_CALLED = {
 
 
 def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an event with a runner into one that the trainer calls without one.
+    """Wrap an event method with a runner so that the trainer can call it without one.
 
     ``before_run`` is called before ``before_train``, and ``after_run`` after ``after_train``.
     """
@@ -58,7 +58,7 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
         runner = Runner(self.trainer)
         if method.__name__ == "before_train":
             for hook in self.trainer.hooks:
-                if isinstance(hook, EvalHook):  # of all these hooks, whichever sets it
+                if isinstance(hook, EvalHook):  # each MMEngine hook sets the same
                     announce = partial(_announce, self.trainer)
                     hook.announce = announce  # type: ignore[method-assign]
             self.before_run(runner)
@@ -70,7 +70,7 @@ def _with_runner(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _announce(trainer: Any) -> None:
-    """Call the events before a validation, of all hooks of MMEngine's kind."""
+    """Call the events before a validation, for all MMEngine hooks."""
     runner = Runner(trainer, ahead=1, epoch_ahead=1)
     for hook in trainer.hooks:
         if isinstance(hook, Hook):
@@ -79,24 +79,24 @@ def _announce(trainer: Any) -> None:
 
 
 def _of_mode(event: str, mode: str) -> Callable[..., None]:
-    """Make an event of one mode, which calls the event of all modes."""
+    """Make an event method of one mode, which calls the method of all modes."""
 
     def call(self: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("metrics", None)  # The event of all modes does not take them.
+        kwargs.pop("metrics", None)  # The method of all modes does not take metrics.
         getattr(self, event)(runner, *args, mode=mode, **kwargs)
 
     return call
 
 
 class Hook(HookBase, DatasetEvaluator):
-    """A hook with MMEngine's events. They get the trainer as a :class:`Runner`.
+    """A hook with MMEngine's events, which get the trainer as a :class:`Runner`.
 
     ::
 
         before_run(runner)
         before_train(runner)
         before_train_epoch(runner)              # of len(loader) iterations
-        before_train_iter(runner, batch_idx)    # the batch is not there yet
+        before_train_iter(runner, batch_idx)    # the batch is not loaded yet
         after_train_iter(runner, batch_idx, data_batch, outputs)
         after_train_epoch(runner)
         after_train(runner)
@@ -107,25 +107,26 @@ class Hook(HookBase, DatasetEvaluator):
         after_val_epoch(runner, metrics)
         after_val(runner)
 
-    Those of a validation are called around the function of each ``EvalHook``. An event of an epoch
-    or a batch that is not overridden calls ``_before_epoch``, ``_after_epoch``, ``_before_iter`` or
-    ``_after_iter`` with a ``mode``, ``"train"`` or ``"val"``. A hook sees the batches of a
-    validation if it is one of its evaluators::
+    The events of a validation are called around the function of each ``EvalHook``. An event of an
+    epoch or a batch that is not overridden calls ``_before_epoch``, ``_after_epoch``,
+    ``_before_iter`` or ``_after_iter`` with a ``mode``, ``"train"`` or ``"val"``. A hook gets the
+    batches of a validation if it is one of the evaluators::
 
         inference_on_dataset(model, loader, [metric, hook], step="val_step")
         # hook.after_val_iter(runner, batch_idx, data_batch, outputs)
 
-    A warning names the overridden events that nothing else calls.
+    A warning names overridden events that are otherwise never called.
 
     Attributes:
         priority: a name such as ``"LOW"``, or a number from 0 to 100, which is read when the hook
-            is registered. Of these hooks the one with the smaller number runs first, and of equal
-            ones the one that was registered first. Above ``NORMAL`` they also run before schedules
-            and averages; at ``VERY_LOW`` and below behind evaluations, writers and checkpoints.
+            is registered. Among MMEngine hooks, smaller numbers run first, and equal numbers run in
+            the order of registration. With a priority above ``NORMAL`` a hook also runs before
+            schedules and averages; at ``VERY_LOW`` and below it runs after evaluations, writers and
+            checkpoints.
 
     Raises:
         TypeError: when a subclass is defined that overrides an event of a checkpoint.
-        ValueError: when it is registered, for an unknown priority.
+        ValueError: when it is registered, if the priority is unknown.
     """
 
     priority: Any = "NORMAL"
@@ -155,8 +156,8 @@ class Hook(HookBase, DatasetEvaluator):
         seldom = sorted(_SELDOM_CALLED & vars(cls).keys())
         if seldom:
             logger.warning(
-                "%s of %s: nothing calls what is of a test, and for a batch of a validation only "
-                "inference_on_dataset(model, loader, [metric, hook]) calls after_val_iter",
+                "%s of %s may never be called: there are no test events, and after_val_iter is "
+                "called only by inference_on_dataset(model, loader, [metric, hook])",
                 seldom,
                 cls.__qualname__,
             )
@@ -216,7 +217,7 @@ class Hook(HookBase, DatasetEvaluator):
         self.after_val(runner)
 
     def reset(self) -> None:
-        """Begin a validation that has this hook among its evaluators."""
+        """Begin a validation of which this hook is an evaluator."""
         self._place = 0
 
     def process(self, inputs: Any, outputs: Any) -> None:
@@ -246,7 +247,7 @@ class Hook(HookBase, DatasetEvaluator):
         return batch_idx + 1 == len(dataloader)
 
     def is_last_train_epoch(self, runner: Any) -> bool:
-        """Whether this is the last epoch, which may be shorter."""
+        """Whether this is the last epoch, which may be incomplete."""
         return bool(runner.epoch + 1 == runner.max_epochs)
 
     def is_last_train_iter(self, runner: Any) -> bool:
@@ -255,11 +256,11 @@ class Hook(HookBase, DatasetEvaluator):
 
 
 class ParamSchedulerHook(Hook):
-    """A base for a schedule of one's own. :class:`LRScheduler` steps schedulers."""
+    """A base class for custom schedules. :class:`LRScheduler` steps schedulers."""
 
     priority = "LOW"
 
     def before_run(self, runner: Any) -> None:
-        """Refuse to take the place of :class:`LRScheduler`."""
+        """Refuse to be used in place of :class:`LRScheduler`."""
         if type(self) is ParamSchedulerHook:
-            raise TypeError("in place of ParamSchedulerHook take LRScheduler")
+            raise TypeError("use LRScheduler instead of ParamSchedulerHook")

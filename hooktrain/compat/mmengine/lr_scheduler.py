@@ -13,21 +13,21 @@ from hooktrain.engine.hooks.evaluation import tell_without_evaluation
 class LRScheduler(hooks.LRScheduler):
     """:class:`hooktrain.engine.hooks.LRScheduler` that also steps MMEngine's schedulers.
 
-    Each of them steps at the end of each epoch if it has ``by_epoch``, else after each iteration.
-    A ``ReduceOnPlateauLR`` of mmengine also steps after each evaluation that gives its ``monitor``.
-    As in MMEngine the hook has a low priority: hooks of your own see the rate of this iteration.
+    A scheduler with ``by_epoch`` steps at the end of each epoch, any other after each iteration.
+    mmengine's ``ReduceOnPlateauLR`` also steps after each evaluation that returns its ``monitor``.
+    As in MMEngine the hook has a low priority: your hooks see the learning rate of this iteration.
 
     Args:
-        args: see there. ``scheduler`` may be what :func:`build_param_scheduler` returns; a list
-            may have schedulers of all kinds.
-        kwargs: see there.
+        args: see the base class. ``scheduler`` may be the result of
+            :func:`build_param_scheduler`; a list may mix all kinds of schedulers.
+        kwargs: see the base class.
     """
 
     phase = "run"
     _order = PRIORITIES["LOW"]
 
     def before_step(self) -> None:
-        """Record the rates of this iteration: by the end of it hooks may have changed them."""
+        """Record the rates of this iteration now, since hooks may change them before its end."""
         super()._record_rates()
 
     def _record_rates(self) -> None:
@@ -35,7 +35,7 @@ class LRScheduler(hooks.LRScheduler):
 
     def begin(self, scheduler: Any, optimizer: Optimizer) -> Any:
         """Decide when a schedule steps."""
-        if not hasattr(scheduler, "param_name"):  # one of the core's or of torch
+        if not hasattr(scheduler, "param_name"):  # the core's or torch's
             return super().begin(scheduler, optimizer)
         scheduler.__class__ = adapted(type(scheduler))
         self.drive(scheduler, optimizer, scheduler.param_name)

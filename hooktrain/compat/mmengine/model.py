@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class BaseModule(nn.Module):
-    """A module whose ``init_weights`` calls those of its children.
+    """A module whose ``init_weights`` also calls that of its children.
 
     Args:
-        init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``; where
-            mmengine is installed any of its initialisers, or a list of such.
-        args: of the next base class.
-        kwargs: of the next base class.
+        init_cfg: None, or ``dict(type="Pretrained", checkpoint=..., prefix=...)``; if
+            mmengine is installed, also any of its initialisers, or a list of them.
+        args: arguments of the next base class.
+        kwargs: arguments of the next base class.
 
     Attributes:
         is_init: whether weights were initialised or loaded. If not, trainers initialise them.
@@ -40,7 +40,7 @@ class BaseModule(nn.Module):
         self.register_load_state_dict_post_hook(_is_loaded)  # type: ignore[no-untyped-call]
 
     def init_weights(self) -> None:
-        """Initialise as ``init_cfg`` says, then the children, then load what it names."""
+        """Initialise by ``init_cfg``, then the children, then load a pretrained checkpoint."""
         configs = self.init_cfg or []
         if isinstance(configs, Mapping):
             configs = [configs]
@@ -48,9 +48,7 @@ class BaseModule(nn.Module):
         pretrained = [each for each in configs if "Pretrained" in str(each["type"])]
         drawn = [each for each in configs if each not in pretrained]
         if drawn:
-            otherwise = (
-                f"initialise weights in init_weights(), or install mmengine for {drawn}"
-            )
+            otherwise = f"initialise the weights in init_weights(), or install mmengine for {drawn}"
             of_peers("initialize", ["mmengine.model"], otherwise)(self, drawn)
         for child in self.children():
             if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
@@ -72,7 +70,7 @@ def _is_loaded(module: Any, _: Any) -> None:
 
 
 class BaseModel(BaseModule, models.BaseModel):
-    """:class:`hooktrain.model.BaseModel` as MMEngine has it.
+    """MMEngine's form of :class:`hooktrain.model.BaseModel`.
 
     Args:
         data_preprocessor: a module, or a dict with its ``type`` in ``MODELS`` and its arguments.
@@ -80,7 +78,7 @@ class BaseModel(BaseModule, models.BaseModel):
         init_cfg: see :class:`BaseModule`.
 
     Raises:
-        TypeError: for another ``data_preprocessor``.
+        TypeError: if ``data_preprocessor`` is any other object.
     """
 
     def __init__(
@@ -94,33 +92,33 @@ class BaseModel(BaseModule, models.BaseModel):
             data_preprocessor = MODELS.build(data_preprocessor)
         elif not isinstance(data_preprocessor, nn.Module):
             raise TypeError(
-                f"data_preprocessor must be a module or a dict, got {data_preprocessor!r}"
+                f"data_preprocessor must be a module or a dict, not {data_preprocessor!r}"
             )
         super().__init__(init_cfg, data_preprocessor)
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the losses, and the values to log, by MMEngine's rule.
+        """Sum the losses, and collect the values to log, by MMEngine's rule.
 
-        Every entry that has "loss" anywhere in its name is added up. The others, such as an
+        Entries with "loss" anywhere in their names are summed. The others, such as an
         accuracy, are only logged.
 
         Args:
-            losses: by name a tensor, of which the mean is taken, or a list or tuple of tensors, of
-                which the means are added up.
+            losses: a dict that maps names to tensors, whose means are taken, or to lists or tuples
+                of tensors, whose means are summed.
 
         Returns:
             The sum, and all values by name without gradient. The sum comes first, as ``loss``,
             unless the model has an entry of that name.
 
         Raises:
-            TypeError: if a value is something else.
-            ValueError: if no name has "loss" in it.
+            TypeError: if a value is any other object.
+            ValueError: if no name contains "loss".
         """
         values = {name: _mean(name, value) for name, value in losses.items()}
         terms = [value for name, value in values.items() if is_loss(name)]
         if not terms:
             raise ValueError(
-                f"no loss has 'loss' in its name, such as 'loss_cls': {list(losses)}"
+                f"no loss has 'loss' in its name, as in 'loss_cls': {list(losses)}"
             )
         total = reduce(torch.add, terms)
         to_log = {"loss": total, **values}
@@ -159,7 +157,7 @@ class BaseDataPreprocessor(models.BaseDataPreprocessor):
     """:class:`hooktrain.model.BaseDataPreprocessor` with MMEngine's argument.
 
     Args:
-        non_blocking: is ignored: a copy from pinned memory never blocks.
+        non_blocking: ignored, since a copy from pinned memory never blocks.
     """
 
     def __init__(self, non_blocking: bool = False) -> None:
@@ -169,17 +167,17 @@ class BaseDataPreprocessor(models.BaseDataPreprocessor):
 def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
     """Log, as errors, the trainable parameters that get no gradient from a loss.
 
-    They were not used in the forward pass, or what was computed from them was not used for the
-    loss. DistributedDataParallel waits for the gradients of all parameters, and fails if some do
-    not come. Call it before or after the backward pass. It does not see what reentrant activation
-    checkpointing computes, and wrongly reports those parameters.
+    Either they were not used in the forward pass, or the loss does not depend on their outputs.
+    DistributedDataParallel waits for the gradients of all parameters, and fails if some never
+    come. Call this before or after the backward pass. It cannot look inside reentrant activation
+    checkpointing, and wrongly reports parameters that are used there.
 
     Args:
         loss: a tensor, or dicts, lists or tuples of tensors, nested in any way.
         model: the model.
 
     Returns:
-        The names of the parameters.
+        The names of these parameters.
     """
     tensors = [leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)]
     reached = set(map(id, tensors))
@@ -191,7 +189,7 @@ def detect_anomalous_params(loss: Any, model: nn.Module) -> list[str]:
         if node in seen:
             continue
         seen.add(node)
-        # The node that accumulates the gradient of a leaf knows it.
+        # The node that accumulates the gradient of a leaf holds the leaf.
         reached.add(id(getattr(node, "variable", None)))
         pending += [parent for parent, _ in node.next_functions]
     missed = []
@@ -222,8 +220,8 @@ class MMDistributedDataParallel(StepDistributedDataParallel):
 
     Args:
         module: the model, on its device.
-        detect_anomalous_params: log in each step the parameters that the loss does not
-            depend on, see :func:`detect_anomalous_params`. It takes time.
+        detect_anomalous_params: whether to log in each step the parameters that the loss does
+            not depend on, see :func:`detect_anomalous_params`. This is slow.
         **kwargs: see :class:`hooktrain.model.StepDistributedDataParallel`.
     """
 
@@ -234,7 +232,7 @@ class MMDistributedDataParallel(StepDistributedDataParallel):
         self.detect_anomalous_params = detect_anomalous_params
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the model's method, and log the parameters that the sum does not depend on."""
+        """Call the model's method, and log the parameters that the loss does not depend on."""
         loss, values = super().parse_losses(losses)
         if self.detect_anomalous_params:
             detect_anomalous_params(loss, self.module)
@@ -252,10 +250,10 @@ class BaseAveragedModel(models.BaseAveragedModel):
     The first update copies the weights.
 
     Args:
-        model: see there.
-        args: see there.
-        update_buffers: average buffers of floats too, instead of copying them.
-        kwargs: see there.
+        model: see the base class.
+        args: see the base class.
+        update_buffers: whether to average floating-point buffers too, instead of copying them.
+        kwargs: see the base class.
     """
 
     def __init__(
@@ -275,10 +273,10 @@ class BaseAveragedModel(models.BaseAveragedModel):
         """Average one tensor in place, by :meth:`blending_weight`.
 
         Args:
-            averaged_param: the average, to be changed.
-            source_param: the present value.
-            steps: the number of updates before this one, a multiple of ``interval``. It is an
-                int64 tensor, as in MMEngine, on the CPU.
+            averaged_param: the average, which is changed.
+            source_param: the current value.
+            steps: the number of updates before this one, a multiple of ``interval``, as an
+                int64 tensor on the CPU (MMEngine's type).
         """
         averaged_param.lerp_(source_param, self.blending_weight(int(steps)))
 

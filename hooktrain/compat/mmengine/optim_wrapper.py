@@ -20,7 +20,7 @@ class OptimWrapper(solver.OptimWrapper):
     """:class:`hooktrain.solver.OptimWrapper` with further methods of MMEngine's.
 
     Raises:
-        TypeError: when a subclass is defined that overrides what only MMEngine calls.
+        TypeError: when a subclass is defined that overrides a method only MMEngine calls.
     """
 
     def __init_subclass__(cls) -> None:
@@ -38,7 +38,7 @@ class OptimWrapper(solver.OptimWrapper):
     def get_momentum(self) -> dict[str, list[float]]:
         """The momentum of each group, as ``{"momentum": [0.9]}``.
 
-        It is the first of Adam's betas, and 0 where there is neither.
+        For Adam it is the first of its betas; without either, 0.
         """
         return {"momentum": _momenta(self.param_groups)}
 
@@ -49,12 +49,12 @@ class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
     Args:
         optimizer: the optimizer.
         dtype: see :class:`hooktrain.solver.AmpOptimWrapper`.
-        loss_scale: for float16. ``"dynamic"`` lets a scaler find the scale; a dict has the
-            arguments of :class:`torch.amp.GradScaler`; a number is a fixed scale.
-        kwargs: those of the base class.
+        loss_scale: the scale for float16. ``"dynamic"`` adapts it; a dict has the arguments of
+            :class:`torch.amp.GradScaler`; a number is a fixed scale.
+        kwargs: arguments of the base class.
 
     Raises:
-        ValueError: for another ``loss_scale``.
+        ValueError: if ``loss_scale`` is any other value.
     """
 
     _was_entered = False
@@ -82,39 +82,39 @@ class AmpOptimWrapper(OptimWrapper, solver.AmpOptimWrapper):
         self.grad_scaler = scaler
 
     def optim_context(self, model: nn.Module) -> Any:
-        """Compute in the precision of ``dtype`` inside of this context; see the base class."""
+        """Compute in the precision of ``dtype`` inside this context; see the base class."""
         self._was_entered = True
         return super().optim_context(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a loss; warn once if no forward pass was in the context."""
+        """Add the gradients of a loss; warn once if the context was never entered."""
         if not self._was_entered:
             self._was_entered = True
             logger.warning(
-                "AmpOptimWrapper changes no precision, since the model has not entered it: its "
+                "AmpOptimWrapper has no effect, since the model never enters its context: "
                 "train_step needs `with optim_wrapper.optim_context(self):` around the forward pass"
             )
         super().backward(loss, **kwargs)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned, here or in MMEngine."""
+        """Load a state, from this class or from MMEngine."""
         super().load_state_dict(with_our_names(state_dict))
 
 
 class OptimWrapperDict(solver.OptimWrapperDict):
     """:class:`hooktrain.solver.OptimWrapperDict` with ``get_lr`` and ``get_momentum``.
 
-    As in MMEngine, each optimizer has a loss of its own.
+    As in MMEngine, each optimizer has its own loss.
 
     Raises:
-        NotImplementedError: by ``update_params``, ``backward`` and ``step``, which are those of
-            each wrapper.
+        NotImplementedError: by ``update_params``, ``backward`` and ``step``, which must be called
+            on each wrapper.
     """
 
     def _of_each(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"there are several optimizers: call optim_wrapper[name].update_params(loss) for each "
-            f"of {[*self]}; for one loss see docs/guide/optimizers.md"
+            f"of {[*self]}; if they share one loss, see docs/guide/optimizers.md"
         )
 
     update_params = backward = step = _of_each
@@ -135,14 +135,14 @@ class OptimWrapperDict(solver.OptimWrapperDict):
 
 
 class _FixedScaler(GradScaler):
-    """A scaler whose scale stays as it is, also after gradients that overflowed."""
+    """A scaler whose scale never changes, not even after an overflow."""
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         super().update(self._init_scale)
 
 
 def with_our_names(state: State) -> State:
-    """Rename MMEngine's entries in the state of an optimizer, or of several by name."""
+    """Rename MMEngine's entries in the state of one optimizer, or of several by name."""
     if "param_groups" not in state:
         return {name: with_our_names(one) for name, one in state.items()}
     renamed = dict(state)
@@ -152,10 +152,10 @@ def with_our_names(state: State) -> State:
 
 
 def as_mmengine(optim_wrapper: Any) -> Any:
-    """Give a wrapper of the core's own class the methods above.
+    """Give a wrapper of one of the core's classes the methods above.
 
-    It stays the same object, which gets the class above that extends its own; several by name are
-    put into another dict. Other wrappers are returned as they are.
+    It stays the same object, but its class becomes the extended class above. Several wrappers are
+    put into a new dict. Wrappers of other classes are returned unchanged.
     """
     if type(optim_wrapper) is solver.OptimWrapperDict:
         return OptimWrapperDict(**optim_wrapper)

@@ -1,4 +1,4 @@
-"""MMEngine's constructor of an optimizer in its wrapper, and its rules for parameters."""
+"""MMEngine's constructor of optimizer wrappers, with its rules for parameters."""
 
 import logging
 from collections.abc import Mapping
@@ -20,44 +20,44 @@ logger = logging.getLogger(__name__)
 
 Rules = Mapping[str, Any]
 
-# The rules of the weight decay. The first that applies to a parameter counts.
+# The rules for weight decay. The first one that applies to a parameter counts.
 _DECAYS = ("norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult", "flat_decay_mult")
 _MULTIPLIED = {"lr_mult": "lr", "decay_mult": "weight_decay"}
 RULES = ("custom_keys", "bypass_duplicate", "bias_lr_mult", *_DECAYS)
 
 
 class DefaultOptimWrapperConstructor:
-    """Called with a model, it gives a wrapper around a new optimizer of its parameters.
+    """A callable that wraps a new optimizer of a model's parameters.
 
-    Without rules the optimizer has one group of all parameters. With rules it has the parameters
-    that are trainable, each once, in as few groups as there are different settings. A subclass may
-    override :meth:`add_params`, and then have rules of its own in ``paramwise_cfg``.
+    Without rules the optimizer has one group of all parameters. With rules it has the trainable
+    parameters, each once, in as few groups as there are different settings. A subclass may
+    override :meth:`add_params`, and then use other rules in ``paramwise_cfg``.
 
-    A parameter that a custom key matches has the settings of that key and of no other rule.
-    For the others the multipliers apply; of several multipliers of the weight decay that would
-    apply, the order is norm, bias, dwconv, flat. Of a parameter with several names the first one
+    A parameter that matches a custom key gets the settings of that key, and no other rule applies.
+    For the others the multipliers apply; if several multipliers of the weight decay apply, the
+    first of norm, bias, dwconv, flat counts. If a parameter has several names, the first one
     counts. The rules:
 
     - ``custom_keys``: settings by a part of a parameter's name: ``{"backbone": {"lr_mult": 0.1}}``.
-      Of several keys the longest counts, of equally long ones the alphabetically first. A setting
-      is ``lr_mult``, ``decay_mult``, or an option of the parameter group. The name of a parameter
-      of the model itself begins with a dot here, so that ``".bias"`` matches every bias.
+      If several keys match, the longest counts, and of equally long keys the alphabetically first.
+      A setting is ``lr_mult``, ``decay_mult``, or an option of the parameter group. The name of a
+      parameter of the model itself begins with a dot here, so that ``".bias"`` matches every bias.
     - ``bias_lr_mult``, ``bias_decay_mult``: for the learning rate and the weight decay of
-      parameters named ``bias``; the former not for those of normalisation layers.
+      parameters named ``bias``; ``bias_lr_mult`` does not apply to normalisation layers.
     - ``norm_decay_mult``: for the weight decay of normalisation layers.
     - ``dwconv_decay_mult``: for the weight decay of depthwise convolutions (2d).
     - ``flat_decay_mult``: for the weight decay of one-dimensional parameters.
-    - ``bypass_duplicate``: has no effect, since each parameter is taken once in any case.
+    - ``bypass_duplicate``: has no effect, since each parameter is always taken once.
 
     Args:
-        optim_wrapper_cfg: ``optimizer`` is a dict with ``type`` (a name of the registry
-            ``OPTIMIZERS``, a class, or its dotted name) and the arguments of the
+        optim_wrapper_cfg: a dict whose ``optimizer`` is a dict with ``type`` (a name in the
+            registry ``OPTIMIZERS``, a class, or its dotted name) and the arguments of the
             optimizer. ``type`` is the class of the wrapper, by default
             :class:`OptimWrapper`, and the other items are its arguments. It is not changed.
         paramwise_cfg: the rules.
 
     Raises:
-        TypeError: when a subclass is defined that overrides what only MMEngine calls.
+        TypeError: when a subclass is defined that overrides a method only MMEngine calls.
 
     Example::
 
@@ -75,7 +75,7 @@ class DefaultOptimWrapperConstructor:
     def __init__(
         self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Rules | None = None
     ) -> None:
-        # Plain containers: what an optimizer gets, a checkpoint must hold.
+        # Plain containers, since a checkpoint must hold the optimizer's settings.
         self.optim_wrapper_cfg = dict(instantiate(optim_wrapper_cfg))
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", {})
         self.paramwise_cfg = instantiate(paramwise_cfg or {})
@@ -83,13 +83,13 @@ class DefaultOptimWrapperConstructor:
         self.base_wd = self.optimizer_cfg.get("weight_decay")
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        """The wrapper of a new optimizer.
+        """Build the optimizer and wrap it.
 
         Args:
-            model: may be wrapped.
+            model: the model, which may be wrapped.
 
         Raises:
-            KeyError: if there is no optimizer or wrapper of the ``type``.
+            KeyError: if the ``type`` of the optimizer or the wrapper is unknown.
             TypeError: if the optimizer or the wrapper does not take its arguments.
         """
         params: list[Any] = []
@@ -110,20 +110,20 @@ class DefaultOptimWrapperConstructor:
         Args:
             params: the list; a subclass may add groups in other ways.
             module: the model, unwrapped.
-            prefix: has to be "", since rules are for names in the whole model.
+            prefix: must be "", since rules are for names in the whole model.
 
         Raises:
-            TypeError: for a value of ``custom_keys`` that is not a dict.
-            ValueError: for a part of a model, an unknown rule, a misspelt multiplier, or one of
-                what the optimizer does not have.
+            TypeError: if a value of ``custom_keys`` is not a dict.
+            ValueError: if ``module`` is only a part of the model, a rule is unknown, a multiplier
+                is misspelt, or the optimizer lacks the setting that it multiplies.
         """
         if prefix:
             raise ValueError(
-                f"rules are for the whole model, not for its part {prefix!r}"
+                f"rules apply to the whole model, not to its submodule {prefix!r}"
             )
         rules = {}
         for rule, value in self.paramwise_cfg.items():
-            # A subclass may have others.
+            # A subclass may have other rules.
             if rule not in RULES and type(self) is DefaultOptimWrapperConstructor:
                 raise ValueError(
                     f"paramwise_cfg has no rule {rule!r}{did_you_mean(rule, RULES)}"
@@ -136,9 +136,9 @@ class DefaultOptimWrapperConstructor:
 
 
 def _check_custom_keys(custom_keys: Rules, model: nn.Module) -> None:
-    """Refuse a misspelt multiplier, and warn of a key that no parameter has.
+    """Refuse a misspelt multiplier, and warn about a key that matches no parameter.
 
-    Both would silently do nothing: other settings of a key go to the optimizer's groups.
+    Both would silently have no effect: other settings of a key go to the optimizer's groups.
     """
     names = [_dotted(name) for name, _ in model.named_parameters()]
     for key, custom in custom_keys.items():
@@ -148,13 +148,13 @@ def _check_custom_keys(custom_keys: Rules, model: nn.Module) -> None:
                 raise ValueError(
                     f"custom_keys[{key!r}]: {setting!r} should be {near[0]!r}"
                 )
-        # It is no error, since one configuration may serve many models.
+        # Not an error, since one configuration may serve many models.
         if not any(key in name for name in names):
-            logger.warning("custom_keys: %r is in no parameter's name", key)
+            logger.warning("custom_keys: %r matches no parameter's name", key)
 
 
 def _dotted(name: str) -> str:
-    """The name as custom keys see it: that of a parameter of the model itself gets a dot."""
+    """The name that custom keys match, with a leading dot for a parameter of the model itself."""
     return name if "." in name else f".{name}"
 
 
@@ -169,14 +169,14 @@ def _paramwise(
         settings = dict(custom_keys[longest])
     else:
         settings = _multipliers(name, module, parameter, rules)
-    # Settings that are the base's are written down too, so that equal groups look equal.
+    # Settings that equal the base are written out too, so that equal groups compare equal.
     group = {key: value for key, value in base.items() if value is not None}
     for multiplier, key in _MULTIPLIED.items():
         if multiplier not in settings:
             continue
         if key not in group:
             raise ValueError(
-                f"{multiplier} of {name!r} multiplies {key}: configure the optimizer's"
+                f"{multiplier} of {name!r} multiplies {key}: set it in the optimizer"
             )
         group[key] *= settings.pop(multiplier)
     return group | settings

@@ -1,7 +1,7 @@
-"""Schedulers of the parameters of an optimizer's groups, with MMEngine's names and values.
+"""Schedulers of settings of an optimizer's groups, with MMEngine's names and values.
 
-Several of them on one optimizer, stepped in order, compose: one range after the other
-chains, overlapping ranges multiply, and in a gap the value stays::
+Several schedulers of one optimizer, stepped in order, compose: consecutive ranges follow
+each other, overlapping ranges multiply, and in a gap the value stays::
 
     schedulers = [
         LinearLR(optimizer, start_factor=0.001, by_epoch=False, begin=0, end=500),
@@ -10,14 +10,14 @@ chains, overlapping ranges multiply, and in a gap the value stays::
     for scheduler in schedulers:  # after each iteration
         scheduler.step()
 
-Each kind has two classes: ``XxxParamScheduler`` for any number that the parameter groups hold,
-and ``XxxLR`` for the learning rate. Five of the first have the names of functions of progress in
-``hooktrain.solver``, which are other classes. ``XxxMomentum``, OneCycle, CosineRestart and
-ReduceOnPlateau come from mmengine, where that is installed, and are made ready by
+Each kind has two classes: ``XxxParamScheduler`` for any number in the parameter groups,
+and ``XxxLR`` for the learning rate. Five ``XxxParamScheduler`` have the names of functions of
+progress in ``hooktrain.solver``, but are different classes. ``XxxMomentum``, OneCycle,
+CosineRestart and ReduceOnPlateau come from mmengine, if that is installed, and are adapted by
 :func:`adapted`.
 
 Below, ``k`` is the step in the range of a scheduler, counted from 0, and the base is the
-value where the range begins. All schedulers have the arguments of
+value at the beginning of the range. All schedulers have the arguments of
 :class:`_ParamScheduler`; the range is given by keyword.
 """
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Schedulable = Optimizer | solver.OptimWrapper
 
-INF = 10**9  # The end of a range without one.
+INF = 10**9  # The end of an open range.
 
 half_cosine = solver.CosineParamScheduler(1.0, 0.0)
 
@@ -49,28 +49,28 @@ STEPS = ("begin", "end", "step_size", "milestones", "T_max")
 
 @dataclass(eq=False)
 class _ParamScheduler:
-    """Schedules one parameter of an optimizer's groups in a range of steps.
+    """Schedules one setting of an optimizer's groups in a range of steps.
 
     At step ``k`` of the range the value is ``floor + (base - floor) * share(k)``. If
-    something else changes the value in between, the base changes with it, so that
-    schedulers compose. MMEngine multiplies the current value at each step, which is the
-    same where nothing is 0; this neither drifts nor divides by a share of 0: the base
-    then stays. A value in a tensor is changed in place, for captured graphs. Each step
-    reads it, which is a host-device synchronisation if it lies on a device.
+    other code changes the value in between, the base changes with it, so that
+    schedulers compose. MMEngine multiplies the current value at each step, which gives the
+    same values unless one is 0; this method neither drifts nor divides by a share of 0: the
+    base then stays. A value in a tensor is changed in place, for captured graphs. Each step
+    reads it, which is a host-device synchronisation if it is on a device.
 
     To write another schedule, override ``_share(k)``, or ``_get_value()`` as in MMEngine.
 
     Args:
         optimizer: a torch optimizer or an :class:`hooktrain.solver.OptimWrapper`.
-        param_name: what the groups call the parameter, such as ``"weight_decay"``.
+        param_name: the name of the setting in the groups, such as ``"weight_decay"``.
         begin: the first step of the range, at least 0.
         end: the step after the last one of the range; from then on the value stays.
-        last_step: the last finished step inside the range, of a run that goes on without
-            a saved state. The groups then have their ``initial_<param_name>``. -1 starts
+        last_step: the last finished step inside the range, of a run that is resumed without
+            a saved state. The groups must then have their ``initial_<param_name>``. -1 starts
             a new run.
-        by_epoch: whether a step is an epoch, not an iteration, for the caller of
-            ``step``.
-        verbose: log each change.
+        by_epoch: whether a step is an epoch instead of an iteration. The caller of ``step``
+            uses it.
+        verbose: whether to log each change.
 
     Attributes:
         total_iters: the last step of the range.
@@ -78,12 +78,12 @@ class _ParamScheduler:
         last_step: the current or last step inside the range, from its beginning.
         base_values: the value of each group when it was scheduled for the first time.
         start_values: the base of each group.
-        written_values: what this scheduler set last; None before.
+        written_values: the values that this scheduler set last; None before the first.
 
     Raises:
-        ValueError: for an argument out of range, an empty range, or one without an end
-            where the values depend on it.
-        KeyError: if a group does not have the parameter; or, with ``last_step``, its
+        ValueError: for an argument out of range, an empty range, or an open range if the
+            values depend on its end.
+        KeyError: if a group lacks the setting; or, with ``last_step``, its
             initial value.
     """
 
@@ -99,14 +99,14 @@ class _ParamScheduler:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        # Nothing is written if an argument is impossible.
+        # All arguments are checked before anything is written.
         for name in self.SHARES:
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ValueError(f"{name} must lie in [0, 1]: {value!r}")
+                raise ValueError(f"{name} must be in [0, 1]: {value!r}")
         if not 0 <= self.begin < self.end or self.last_step < -1:
             raise ValueError(
-                f"0 <= begin < end and last_step >= -1 must hold, but not in {self!r}"
+                f"0 <= begin < end and last_step >= -1 must hold, but do not in {self!r}"
             )
         if not hasattr(self, "total_iters"):  # a subclass may have set it
             self.total_iters = self.end - self.begin - 1
@@ -149,17 +149,17 @@ class _ParamScheduler:
         """Make a scheduler that steps in iterations from arguments that count epochs.
 
         Args:
-            optimizer: as for the constructor.
+            optimizer: see the constructor.
             epoch_length: the number of iterations of an epoch.
-            by_epoch: as the arguments count now.
-            kwargs: the others of the constructor.
+            by_epoch: must be True, since the arguments count epochs.
+            kwargs: further arguments of the constructor.
 
         Raises:
             ValueError: if ``by_epoch`` is False, or ``epoch_length`` is not at least 1.
         """
         if epoch_length is None or epoch_length < 1 or not by_epoch:
             raise ValueError(
-                f"epochs of {cls.__name__} become iterations with epoch_length of at least "
+                f"converting {cls.__name__} to iterations needs an epoch_length of at least "
                 f"1 and by_epoch=True, but got {epoch_length=}, {by_epoch=}"
             )
         for name in STEPS:
@@ -171,7 +171,7 @@ class _ParamScheduler:
         return cls(optimizer, by_epoch=False, **kwargs)
 
     def step(self) -> None:
-        """Go on by one step; inside the range, set the values."""
+        """Advance by one step; inside the range, set the values."""
         self.global_step += 1
         if not self.begin <= self.global_step < self.end:
             return
@@ -188,22 +188,22 @@ class _ParamScheduler:
         for i, value in enumerate(self.get_last_value()):
             base = self._base(i, value)
             self.start_values[i] = base
-            # This form gives exactly the base at 1, and exactly the floor at 0.
+            # This form is exactly the base at share 1, and exactly the floor at share 0.
             floor = self._floor(i)
             values.append(base * share + floor * (1 - share))
         return values
 
     def _share(self, k: int) -> float:
-        """The share of the base that is left at step ``k`` of the range, from 0."""
+        """The share of the base that remains at step ``k`` of the range, from 0."""
         raise NotImplementedError
 
     def _where(self, k: int) -> float:
-        """How far step ``k`` is in the range: 0 at its first step, 1 at its last."""
+        """The progress of step ``k`` in the range: 0 at its first step, 1 at its last."""
         last = self._length() - 1
         return k / max(last, 1)
 
     def _length(self) -> int:
-        """The steps of the range, where the values depend on that."""
+        """The number of steps of the range, for schedules that depend on it."""
         if self.end == INF:
             raise ValueError(
                 f"give the run's max_epochs or max_iters, or end: {self!r}"
@@ -211,11 +211,11 @@ class _ParamScheduler:
         return self.end - self.begin
 
     def _floor(self, i: int) -> float:
-        """The value of group ``i`` where the share is 0."""
+        """The value of group ``i`` at share 0."""
         return 0.0
 
     def _base(self, i: int, value: float) -> float:
-        """The base of group ``i``, whose value is now ``value``."""
+        """The base of group ``i``, if its current value is ``value``."""
         if self.last_step == 0:
             return value
         share = self._share(self.last_step - 1)
@@ -242,21 +242,21 @@ class _ParamScheduler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, and give the groups their values of then.
+        """Continue from a saved state, and give the groups its values.
 
-        The arguments stay those of this scheduler. If the optimizer has another number of
-        groups than then, they keep the values that its own state has given them, and what
-        lies ahead follows from these. States of MMEngine's schedulers load too.
+        The arguments of this scheduler are kept. If the number of groups has changed, the
+        groups keep the values from the optimizer's own state, and the schedule continues
+        from these. States of MMEngine's schedulers load too.
 
         Raises:
             KeyError: if an entry is missing.
-            ValueError: if the state is of another parameter, or counts iterations where
-                this scheduler counts epochs. Nothing is loaded then.
+            ValueError: if the state is of another setting, or counts iterations but this
+                scheduler counts epochs. Nothing is loaded then.
         """
         for key in ("param_name", "by_epoch"):
             if state_dict[key] != getattr(self, key):
                 raise ValueError(
-                    f"the state has {key}={state_dict[key]!r}, and this is {self!r}"
+                    f"the state has {key}={state_dict[key]!r}, but this is {self!r}"
                 )
         self.global_step = state_dict["_global_step"]
         reached = min(self.global_step, self.end - 1)
@@ -269,7 +269,7 @@ class _ParamScheduler:
             return
         for group, value in zip(groups, values, strict=True):
             self._write(group, value)
-        # MMEngine's states lack some of these: they follow from the values.
+        # MMEngine's states lack some entries, which follow from the values.
         self.base_values = state_dict.get("base_values", self.base_values)
         self.start_values = [*state_dict.get("start_values", self.base_values)]
         self.written_values = state_dict.get("written_values", self.written_values)
@@ -316,13 +316,13 @@ class StepParamScheduler(_ParamScheduler):
 
 @dataclass(eq=False)
 class MultiStepParamScheduler(_ParamScheduler):
-    """``base * gamma ** n`` after ``n`` milestones, in any order; one may be there twice."""
+    """``base * gamma ** n`` after ``n`` milestones, in any order and possibly repeated."""
 
     milestones: Any
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        # As in MMEngine, where each _get_value reads how often a milestone is there.
+        # As in MMEngine, whose _get_value reads how often a milestone occurs.
         self.milestones = Counter(self.milestones)
         super().__post_init__()
 
@@ -370,7 +370,7 @@ class CosineAnnealingParamScheduler(_ParamScheduler):
 
     def __post_init__(self) -> None:
         if None not in (self.eta_min, self.eta_min_ratio):
-            raise ValueError(f"give eta_min or eta_min_ratio, but not both: {self!r}")
+            raise ValueError(f"give eta_min or eta_min_ratio, not both: {self!r}")
         super().__post_init__()
 
     def _share(self, k: int) -> float:
@@ -385,7 +385,7 @@ class CosineAnnealingParamScheduler(_ParamScheduler):
 
 
 def adapted(found: Any) -> Any:
-    """A class of mmengine's own schedulers as a :class:`_ParamScheduler`; others as they are."""
+    """Turn one of mmengine's scheduler classes into a :class:`_ParamScheduler`, no other class."""
     is_scheduler = isinstance(found, type) and hasattr(found, "get_last_value")
     if is_scheduler and not issubclass(found, _ParamScheduler):
         return _adapted(found)
@@ -399,14 +399,14 @@ def _adapted(theirs: type) -> type:
 
 
 class _OfMMEngine:
-    """Lets a scheduler of mmengine's own take wrappers, and save its state without functions."""
+    """Lets mmengine's own schedulers take wrappers, and save their state without functions."""
 
     def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
         if getattr(self, "use_betas", False):
             for group in self.optimizer.param_groups:  # type: ignore[attr-defined]
-                # The state of the optimizer shows that they are scheduled.
+                # This entry shows in the optimizer's state that the setting is scheduled.
                 group["initial_betas"] = group["betas"]
 
     def state_dict(self) -> State:
@@ -415,7 +415,7 @@ class _OfMMEngine:
 
 
 class LRSchedulerMixin:
-    """Makes the scheduler that follows it among the bases one of the learning rate."""
+    """Makes the scheduler class after it, among the bases, schedule the learning rate."""
 
     def __init__(self, optimizer: Schedulable, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]

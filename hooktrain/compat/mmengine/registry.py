@@ -1,9 +1,9 @@
-"""MMEngine's registries: its own where it is installed, else hooktrain's, which have no scopes.
+"""MMEngine's registries: its own if it is installed, otherwise hooktrain's, which have no scopes.
 
-Other packages register mmcv's layers or the transforms of a data set in mmengine's own registries,
-and look them up there, so code after the recipe gets these too. The registries of ``APART`` are
-separate ones, since mmengine's hold other classes under the same names: they have ours, and of
-mmengine's those that have another name.
+Other packages register layers (mmcv) or transforms of data sets in mmengine's own registries,
+and look them up there, so migrated code gets these registries too. Those in ``APART`` are
+separate, since mmengine's hold different classes under the same names: they contain hooktrain's
+classes, and mmengine's classes of other names.
 """
 
 from contextlib import suppress
@@ -26,7 +26,7 @@ APART = (
 
 
 class ScopedRegistry(Registry):
-    """A registry that also finds what mmengine's has, in the default scope."""
+    """A registry that also searches mmengine's, in the default scope."""
 
     def find(self, kind: Any) -> Any:
         """See :meth:`hooktrain.compat.registry.Registry.find`."""
@@ -63,8 +63,8 @@ def get_registry(name: str) -> Any:
         return ours or Registry(name)
     theirs: Any = import_module("mmengine.registry")
     with catch_warnings():
-        simplefilter("ignore")  # torch warns of what it imports
-        import_module("mmengine.runner")  # which registers what mmengine has
+        simplefilter("ignore")  # torch warns about mmengine's imports
+        import_module("mmengine.runner")  # registers mmengine's classes
     if name not in APART:
         return getattr(theirs, name, None)
     root = theirs.Registry(name.lower(), scope="mmengine")

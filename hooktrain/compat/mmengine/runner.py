@@ -1,4 +1,4 @@
-"""What hooks and models know of a run: MMEngine's runner and message hub, and MMCV's runner."""
+"""MMEngine's runner and message hub, for hooks and models, and MMCV's runner."""
 
 import logging
 import math
@@ -15,10 +15,10 @@ from hooktrain.utils import comm
 
 
 class StepTrainer(engine.StepTrainer):
-    """A :class:`hooktrain.engine.StepTrainer` that also does what MMCV's runner does.
+    """A :class:`hooktrain.engine.StepTrainer` that also supports models for MMCV's runner.
 
-    If a model returns ``loss`` and ``log_vars``, the trainer makes the update. Of such a model the
-    ``log_vars`` are recorded, and nothing else that it returns.
+    If a model returns ``loss`` and ``log_vars``, the trainer makes the update, and records only the
+    ``log_vars``.
     """
 
     def _call_step(self, data: Any) -> Mapping[str, Any]:
@@ -32,7 +32,7 @@ class StepTrainer(engine.StepTrainer):
         return log_vars
 
 
-# The names that a trainer has for attributes of a runner and its loop.
+# The trainer's names of attributes of a runner and its loop.
 _OURS = {
     "max_iters": "max_iter",
     "train_dataloader": "data_loader",
@@ -52,7 +52,7 @@ def _folder(trainer: Any) -> Any:
     return os.path.abspath(_of_hooks(trainer, "checkpointer").save_dir)
 
 
-# Further attributes of a runner, unless the trainer has an attribute of that name.
+# Further attributes of a runner. An attribute of that name of the trainer takes precedence.
 _MORE: dict[str, Callable[[Any], Any]] = {
     "work_dir": _folder,
     "log_dir": _folder,
@@ -68,14 +68,14 @@ _MORE: dict[str, Callable[[Any], Any]] = {
 
 
 class Runner:
-    """A trainer under the names of a runner and of its loop.
+    """A view of a trainer with the attributes of a runner and its loop.
 
-    It has the attributes of the trainer. Attributes that are set on it are set on the trainer.
+    It also has the trainer's attributes. Setting an attribute sets it on the trainer.
 
     Args:
         trainer: the trainer.
-        ahead: 1 where the current iteration counts as finished, as in a validation.
-        epoch_ahead: 1 where the epoch that it ends counts as finished too.
+        ahead: 1 if the current iteration counts as finished, as in a validation.
+        epoch_ahead: 1 if the epoch that this iteration ends counts as finished too.
     """
 
     def __init__(self, trainer: Any, ahead: int = 0, epoch_ahead: int = 0) -> None:
@@ -112,30 +112,30 @@ class Runner:
         return self.finished(self.epoch_ahead) // self.epoch_length
 
     def finished(self, ahead: int) -> int:
-        """The number of finished iterations; at the end of the run that is all of them."""
+        """The number of finished iterations; at the end of the run, all of them."""
         return int(min(self.trainer.iter + ahead, self.trainer.max_iter))
 
     @property
     def max_epochs(self) -> int:
-        """The epochs of the run, of which the last may be shorter."""
+        """The number of epochs of the run, of which the last may be incomplete."""
         return math.ceil(int(self.trainer.max_iter) / self.epoch_length)
 
     @property
     def epoch_length(self) -> int:
-        """The iterations of an epoch, or of the run."""
+        """The number of iterations of an epoch, or else of the run."""
         return int(self.trainer.epoch_length or self.trainer.max_iter or 1)
 
     @property
     def train_loop(self) -> "Runner":
-        """The loop."""
+        """The loop, which is this object."""
         return self
 
 
 class MessageHub:
     """Values that models and hooks share during a run.
 
-    There is one hub, whatever its name. It has ``iter``, ``epoch``, ``max_iters``,
-    ``max_epochs`` and ``eta`` of the trainer that is running. Its scalars are the metrics of the
+    There is a single hub, whatever its name. It has ``iter``, ``epoch``, ``max_iters``,
+    ``max_epochs`` and ``eta`` of the running trainer. Its scalars are the metrics in the
     trainer's storage: ``train/loss`` is ``loss``.
     """
 
@@ -150,7 +150,7 @@ class MessageHub:
     get_current_instance = get_instance
 
     def get_info(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or the default."""
+        """The value of a key, or ``default``."""
         if has_event_storage():
             storage = get_event_storage()
             if key in ("iter", "epoch", "max_iters", "max_epochs"):
@@ -164,12 +164,12 @@ class MessageHub:
         """Set the value of a key.
 
         Args:
-            key: its name.
-            value: of any type, or if it is saved, of tensors and plain types.
+            key: the name.
+            value: the value, of any type; if it is saved, tensors and plain types only.
             resumed: whether a value that is set during a run is saved with the run.
 
         Raises:
-            TypeError: for a value that is saved and has other types.
+            TypeError: if a value to be saved has other types.
         """
         if resumed and has_event_storage():
             self._unsaved.pop(key, None)
@@ -189,7 +189,7 @@ class MessageHub:
             self.update_scalar(key, value)
 
     def get_scalar(self, key: str) -> Any:
-        """A copy of a metric's values, as MMEngine's ``HistoryBuffer``."""
+        """Copy a metric's values into MMEngine's ``HistoryBuffer``."""
         from mmengine.logging import HistoryBuffer  # type: ignore[import-untyped]
 
         history = get_event_storage().history(_metric(key))

@@ -1,4 +1,4 @@
-"""MMEngine's strategies: those of the core that also build optimizers, save and resume."""
+"""MMEngine's strategies: the core's, with methods that build optimizers, save and resume."""
 
 import logging
 import os
@@ -40,17 +40,17 @@ from hooktrain.utils.logger import setup_logger
 from hooktrain.utils.names import State
 from hooktrain.utils.tensors import full_tensors
 
-# A function that changes a checkpoint before it is written, or after it was read.
+# A function that may change a checkpoint before it is written or after it is read.
 Callback: TypeAlias = Callable[[State], object] | None
 
 
 class BaseStrategy(strategy.BaseStrategy):
     """:class:`hooktrain.strategy.BaseStrategy` with MMEngine's further methods.
 
-    After the steps of the base class, :meth:`prepare` calls :meth:`build_optim_wrapper`,
-    for the parameters as they are from then on; scales learning rates by the size of the
-    batch; and calls :meth:`build_param_scheduler`, whose schedulers note the rates that
-    they find. Afterwards :meth:`load_or_resume` loads into what is there. Example::
+    After the steps of the base class, :meth:`prepare` calls :meth:`build_optim_wrapper`
+    for the final parameters, scales learning rates by the batch size, and calls
+    :meth:`build_param_scheduler`, whose schedulers start from these rates. Afterwards,
+    :meth:`load_or_resume` loads a checkpoint into these objects. Example::
 
         strategy = SingleDeviceStrategy(work_dir="output")
         model, optim_wrapper = strategy.prepare(
@@ -59,34 +59,36 @@ class BaseStrategy(strategy.BaseStrategy):
         )
         strategy.load_or_resume(resume=True)
 
-    Unlike MMEngine's, the constructor sets nothing up and makes no folder:
-    :meth:`prepare` does, and :meth:`setup`.
+    Unlike MMEngine's, the constructor sets nothing up and creates no folder;
+    :meth:`prepare` and :meth:`setup` do.
 
     Args:
-        work_dir: the folder of the checkpoints, made when the first is written.
+        work_dir: the folder of the checkpoints, created for the first one.
         experiment_name: see :attr:`experiment_name`.
         env_kwargs: ``launcher``, ``cudnn_benchmark``, ``randomness=dict(seed,
             diff_rank_seed, deterministic)``, ``dist_cfg=dict(backend, timeout)``, or the
             arguments of :class:`hooktrain.strategy.Environment` without these groups.
             ``mp_cfg`` and ``resource_limit`` have no effect: the start method of workers
-            is an argument of the data loader, and processes that join each other may open
-            as many files as the system lets them.
+            is an argument of the data loader, and processes of a group may open
+            as many files as the system allows.
         log_kwargs: arguments of :meth:`build_logger`, which :meth:`setup` then calls;
-            None leaves the loggers as they are.
+            None does not change the loggers.
         auto_scale_lr: ``dict(enable=True, base_batch_size=...)`` multiplies learning
-            rates by the samples of all ranks in one backward pass, over
-            ``base_batch_size``. Those of one rank are ``train_micro_batch_size_per_gpu``
-            in ``dispatch_kwargs``. Accumulated passes do not count.
+            rates by the number of samples of all ranks in one backward pass, divided by
+            ``base_batch_size``. The number of one rank is
+            ``train_micro_batch_size_per_gpu`` in ``dispatch_kwargs``. Gradient
+            accumulation does not count.
         kwargs: see :class:`hooktrain.strategy.BaseStrategy`.
 
     Attributes:
-        timestamp: when the strategy was made, as ``20251231_235959``, on all ranks.
-        optim_wrapper: the optimizer, or several.
+        timestamp: the time of construction, such as ``20251231_235959``, equal on all ranks.
+        optim_wrapper: the optimizer wrapper, or several by name.
         param_schedulers: the schedulers.
-        dispatch_kwargs: the facts about the run that :meth:`prepare` got.
+        dispatch_kwargs: the facts about the run that were given to :meth:`prepare`.
 
     Raises:
-        TypeError: for an unknown name in ``env_kwargs``; if no subclass of this is made.
+        TypeError: for an unknown name in ``env_kwargs``, or if this base class is
+            instantiated.
     """
 
     optim_wrapper: Wrappers
@@ -103,7 +105,7 @@ class BaseStrategy(strategy.BaseStrategy):
         **kwargs: Any,
     ) -> None:
         if type(self) is BaseStrategy:
-            raise TypeError("make a SingleDeviceStrategy, DDPStrategy or FSDPStrategy")
+            raise TypeError("use SingleDeviceStrategy, DDPStrategy or FSDPStrategy")
         self._env_kwargs = env_kwargs or {}
         super().__init__(**_settings(self._env_kwargs), **kwargs)
         self.work_dir = os.path.abspath(on_disk(work_dir))
@@ -115,7 +117,7 @@ class BaseStrategy(strategy.BaseStrategy):
         self._auto_scale_lr = auto_scale_lr or {}
 
     def setup(self) -> None:
-        """As the base class does; then log as ``log_kwargs`` asks for."""
+        """Set up as the base class does, then the logging that ``log_kwargs`` describes."""
         if self._is_set_up:
             return
         self._setup_env(**self._env_kwargs)
@@ -132,7 +134,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
     @property
     def seed(self) -> Any:
-        """The seed. If it is not chosen yet, this calls :meth:`setup`: a collective."""
+        """The seed. If it is not drawn yet, this calls :meth:`setup`, a collective."""
         if self._seed is None:
             self.setup()
         return self._seed
@@ -143,7 +145,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
     @property
     def randomness(self) -> dict[str, Any]:
-        """The settings of random numbers, from ``env_kwargs``."""
+        """The settings of randomness, from ``env_kwargs``."""
         settings = self.environment
         return {
             "seed": settings.seed,
@@ -153,14 +155,14 @@ class BaseStrategy(strategy.BaseStrategy):
 
     @property
     def experiment_name(self) -> str:
-        """The name with the timestamp, or the timestamp alone."""
+        """The given name with the timestamp, or the timestamp alone."""
         if self._experiment_name is None:
             return self.timestamp
         return f"{self._experiment_name}_{self.timestamp}"
 
     @property
     def log_dir(self) -> str:
-        """The folder for this run's logs, in ``work_dir``; it need not be there yet."""
+        """The folder for this run's logs, in ``work_dir``; it may not exist yet."""
         return os.path.join(self.work_dir, self.timestamp)
 
     def build_logger(
@@ -172,10 +174,10 @@ class BaseStrategy(strategy.BaseStrategy):
         """Log to the terminal and to a file.
 
         Args:
-            log_level: the least important messages to log.
+            log_level: the lowest level to log.
             log_file: see :func:`hooktrain.utils.logger.setup_logger`; None is
                 ``<log_dir>/<timestamp>.log``.
-            ignored: what else MMEngine's logger takes.
+            ignored: further arguments of MMEngine's logger.
         """
         name = os.path.join(self.log_dir, f"{self.timestamp}.log")
         logger = setup_logger(log_file or name, self.rank)
@@ -183,7 +185,7 @@ class BaseStrategy(strategy.BaseStrategy):
         return logger
 
     def collect_env(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """Facts about the machine, and the settings that this process was started with."""
+        """Facts about the machine, and the settings of this process."""
         lines = collect_env_info().splitlines()
         system = dict(line.split(": ", 1) for line in lines if ": " in line)
         return system, {
@@ -203,27 +205,28 @@ class BaseStrategy(strategy.BaseStrategy):
         compile: Compile = False,
         dispatch_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Make a model ready, and what trains it. A collective.
+        """Prepare a model, its optimizer and its schedulers. A collective.
 
-        It may be called again, to train what was evaluated so far: what is there stays,
-        and an optimizer and schedulers that were not asked for before are added.
+        It may be called again to train a model that was only evaluated so far: existing
+        objects are kept, and the optimizer and schedulers are added.
 
         Args:
             model: see :meth:`build_model`.
-            optim_wrapper: see :meth:`build_optim_wrapper`; None to evaluate only. One
-                that is built has parameters of the prepared model.
+            optim_wrapper: see :meth:`build_optim_wrapper`; None to evaluate only. If it
+                is already built, it must have parameters of the prepared model.
             param_scheduler: see :meth:`build_param_scheduler`.
             compile: see :meth:`compile_model`.
-            dispatch_kwargs: what is known of the run: ``epoch_length``, ``max_epochs``
+            dispatch_kwargs: facts about the run: ``epoch_length``, ``max_epochs``
                 and ``max_iters`` for schedules and accumulation; see ``auto_scale_lr``;
-                ``init_weights_for_test_or_val=False`` leaves ``init_weights`` out.
+                ``init_weights_for_test_or_val=False`` skips ``init_weights``.
 
         Returns:
-            The model; where there are an optimizer and schedulers, a list of the model
+            The model; or, if there are an optimizer or schedulers, a list of the model
             and these.
 
         Raises:
-            ValueError: for another model than before, or an optimizer of another.
+            ValueError: if another model was prepared before, or the optimizer is another
+                model's.
         """
         self.dispatch_kwargs |= dispatch_kwargs or {}
         super().prepare(model, compile=compile)
@@ -245,23 +248,23 @@ class BaseStrategy(strategy.BaseStrategy):
         return built if len(built) > 1 else self.model
 
     def build_model(self, model: Any) -> nn.Module:
-        """The model, from its configuration if it is one.
+        """Build the model, unless it is a module already.
 
         Args:
-            model: a dict with ``type`` in ``MODELS`` and arguments; or what
-                :class:`hooktrain.strategy.BaseStrategy` takes.
+            model: a dict with ``type`` in ``MODELS`` and arguments; or a model for
+                :meth:`hooktrain.strategy.BaseStrategy.build_model`.
 
         Raises:
-            TypeError: for anything else, or if a configuration gives no module.
+            TypeError: for any other object, or if the result is not a module.
         """
         if isinstance(model, Mapping) and "type" in model:
             model = partial(MODELS.build, instantiate(model))
         return super().build_model(model)
 
     def init_model_weights(self, model: nn.Module) -> None:
-        """Call the model's ``init_weights``, if it has one that was not called yet.
+        """Call the model's ``init_weights``, if it has that method and it was not called yet.
 
-        ``init_weights_for_test_or_val=False`` in ``dispatch_kwargs`` leaves it out. A model
+        ``init_weights_for_test_or_val=False`` in ``dispatch_kwargs`` skips it. A model
         on the meta device has no values to initialise.
         """
         if not any(parameter.is_meta for parameter in model.parameters()):
@@ -285,11 +288,11 @@ class BaseStrategy(strategy.BaseStrategy):
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None
     ) -> Wrappers:
-        """The optimizer; see :func:`hooktrain.compat.mmengine.build_optim_wrapper`."""
+        """Build the optimizer; see :func:`hooktrain.compat.mmengine.build_optim_wrapper`."""
         return build_optim_wrapper(model, optim_wrapper)
 
     def _scale_lr(self) -> None:
-        """Multiply learning rates by the batch of all ranks over ``base_batch_size``."""
+        """Multiply learning rates by the batch size of all ranks over ``base_batch_size``."""
         if not self._auto_scale_lr.get("enable"):
             return
         own = self.dispatch_kwargs["train_micro_batch_size_per_gpu"]
@@ -299,13 +302,13 @@ class BaseStrategy(strategy.BaseStrategy):
             for group in wrapper.param_groups:
                 if "initial_lr" in group:
                     raise RuntimeError(
-                        "a scheduler has noted the learning rates before they were scaled: "
+                        "a scheduler was built before the learning rates were scaled: "
                         "build schedulers afterwards"
                     )
                 group["lr"] = group["lr"] * ratio
 
     def _initialize_counts(self, done: int = 0) -> None:
-        """Tell the wrappers how long the run is, so that its last accumulation is shorter."""
+        """Tell the wrappers the length of the run, so that its last accumulation is shorter."""
         max_iters = self.dispatch_kwargs.get("max_iters") or 0
         for wrapper in by_name(self.optim_wrapper).values():
             count = wrapper.inner_count or done
@@ -317,14 +320,14 @@ class BaseStrategy(strategy.BaseStrategy):
         optim_wrapper: Wrappers,
         default_args: Mapping[str, Any] | None = None,
     ) -> Schedulers:
-        """The schedulers; see :func:`hooktrain.compat.mmengine.build_param_scheduler`.
+        """Build the schedulers; see :func:`hooktrain.compat.mmengine.build_param_scheduler`.
 
         Args:
-            scheduler: one or several; by the names of several optimizers, or the same for
-                each of these.
-            optim_wrapper: the optimizer, or several.
-            default_args: arguments that a configuration may overrule. What
-                ``dispatch_kwargs`` knows of the run is among them.
+            scheduler: one or several; with several optimizers, a dict by their names, or the
+                same for each.
+            optim_wrapper: the optimizer wrapper, or several by name.
+            default_args: default arguments, which a configuration may override. The facts
+                in ``dispatch_kwargs`` are among them.
 
         Raises:
             KeyError: if a dict lacks the name of an optimizer.
@@ -341,22 +344,22 @@ class BaseStrategy(strategy.BaseStrategy):
         return build_param_scheduler(scheduler, optim_wrapper, default_args)  # type: ignore[return-value]
 
     def model_state_dict(self) -> State:
-        """The model's state, by names without a wrapper. A collective.
+        """The state dict of the model without its wrapper. A collective.
 
-        What is sharded is whole on the main process and None on the others, unless
+        Sharded tensors are whole on the main process and None on the others, unless
         checkpoints are saved as shards.
         """
         return self._whole(unwrap_model(self.model).state_dict())
 
     def optim_state_dict(self) -> State:
-        """The state of the optimizer, sharded or not as the model's. A collective."""
+        """The state of the optimizer, sharded if the model's is. A collective."""
         return self._whole(self.optim_wrapper.state_dict())
 
     def _whole(self, state: Any) -> State:
         return state if self.saves_shards else full_tensors(state)  # type: ignore[no-any-return]
 
     def scheduler_state_dict(self) -> Any:
-        """The states of the schedulers; by name, where there are several optimizers."""
+        """The states of the schedulers; by name, if there are several optimizers."""
         states = {}
         for name, schedulers in by_name(self.param_schedulers).items():
             states[name] = [scheduler.state_dict() for scheduler in schedulers]
@@ -365,25 +368,25 @@ class BaseStrategy(strategy.BaseStrategy):
     def load_model_state_dict(
         self, state_dict: State, *, strict: bool = False, revise_keys: Renames = ()
     ) -> None:
-        """Load what fits, and report what does not.
+        """Load the tensors that match the model, and log the others.
 
         Args:
-            state_dict: of a model, wrapped or not.
-            strict: raise a ValueError if there is a difference.
+            state_dict: the state dict of a model, wrapped or not.
+            strict: whether to raise a ValueError if there is a difference.
             revise_keys: see :func:`hooktrain.checkpoint.revise_names`.
         """
         state = revise_names(state_dict, revise_keys)
         load_model_state(unwrap_model(self.model), state, strict)
 
     def load_optim_state_dict(self, state_dict: State) -> None:
-        """Load what :meth:`optim_state_dict` returned."""
+        """Load a state from :meth:`optim_state_dict`."""
         self.optim_wrapper.load_state_dict(state_dict)
 
     def load_scheduler_state_dict(self, state_dict: Schedulers) -> None:
-        """Load what :meth:`scheduler_state_dict` returned.
+        """Load the states from :meth:`scheduler_state_dict`.
 
         Raises:
-            ValueError: for the states of more or fewer schedulers.
+            ValueError: if the number of schedulers differs.
         """
         self._check_scheduler_state(state_dict)
         states = by_name(state_dict)
@@ -405,17 +408,17 @@ class BaseStrategy(strategy.BaseStrategy):
     ) -> None:
         """Write a checkpoint, and make it the one to resume from in its folder.
 
-        The first one claims its folder for this run, and removes the temporary files that
-        a killed run has left there.
+        The first save locks the folder for this run, and removes the temporary files of
+        killed runs.
 
         Args:
-            filename: its path. A file there is replaced in one go. One that is named as
-                ``iter_70.pth`` or ``epoch_3.pth`` is there to go back to, if a newer one
+            filename: the path. An existing file is replaced atomically. A name such as
+                ``iter_70.pth`` or ``epoch_3.pth`` makes the file a fallback if a newer one
                 is damaged.
-            save_optimizer: with the optimizer's state, if there is one.
-            save_param_scheduler: with the schedulers' states, if there are any.
-            extra_ckpt: further entries, of tensors and plain types. ``meta`` gets the
-                ``seed``, and needs ``iter``, the number of finished iterations, for
+            save_optimizer: whether to save the optimizer's state, if there is one.
+            save_param_scheduler: whether to save the schedulers' states, if there are any.
+            extra_ckpt: further entries, of tensors and plain types. The ``seed`` is added
+                to ``meta``, which needs ``iter``, the number of finished iterations, for
                 :meth:`resume`.
             callback: called with the checkpoint, which it may change, on each rank that
                 saves.
@@ -447,14 +450,14 @@ class BaseStrategy(strategy.BaseStrategy):
 
         Args:
             filename: see :meth:`hooktrain.checkpoint.Checkpointer.load`.
-            map_location: ignored. Weights go to where the model is, all else to the CPU.
-            strict: as for :meth:`load_model_state_dict`.
-            revise_keys: as for :meth:`load_model_state_dict`.
+            map_location: ignored. Weights go to the model's device, all else to the CPU.
+            strict: see :meth:`load_model_state_dict`.
+            revise_keys: see :meth:`load_model_state_dict`.
             callback: called with the checkpoint, which it may change, before it is
                 loaded into the model.
 
         Returns:
-            What was not loaded.
+            The entries that were not loaded.
         """
         checkpointer = self._checkpointer(self.work_dir, callback=callback)
         state = checkpointer.called(checkpointer.read(filename))
@@ -472,24 +475,25 @@ class BaseStrategy(strategy.BaseStrategy):
         map_location: Any = "default",
         callback: Callback = None,
     ) -> State | None:
-        """Go on with a run: model, optimizer, schedulers, random numbers. A collective.
+        """Resume a run: model, optimizer, schedulers, random numbers. A collective.
 
         The generators are seeded by the checkpoint's seed, the number of iterations in
         ``meta["iter"]`` and the rank; see :func:`hooktrain.utils.env.seed_step`.
 
         Args:
-            filename: as for :meth:`load_checkpoint`; None is the newest intact one in
+            filename: see :meth:`load_checkpoint`; None is the newest intact checkpoint in
                 ``work_dir``.
-            resume_optimizer: False begins with a new optimizer.
-            resume_param_scheduler: False begins with new schedulers and their values.
-            map_location: as for :meth:`load_checkpoint`.
-            callback: as for :meth:`load_checkpoint`.
+            resume_optimizer: False starts with a new optimizer.
+            resume_param_scheduler: False starts with new schedulers and their values.
+            map_location: see :meth:`load_checkpoint`.
+            callback: see :meth:`load_checkpoint`.
 
         Returns:
-            What was not loaded, such as ``meta``; None if there was no checkpoint.
+            The entries that were not loaded, such as ``meta``; None if there was no
+            checkpoint.
 
         Raises:
-            ValueError: if the checkpoint lacks a part, or a tensor in it has another shape
+            ValueError: if the checkpoint lacks an entry, or a tensor in it has another shape
                 than the model's.
         """
         checkpointer = self._checkpointer(
@@ -512,16 +516,16 @@ class BaseStrategy(strategy.BaseStrategy):
     def load_or_resume(
         self, *, load_from: AnyPath | None = None, resume: bool | AnyPath = False
     ) -> State | None:
-        """Load weights, go on with a run, or neither. A collective, after :meth:`prepare`.
+        """Load weights, resume a run, or neither. A collective, after :meth:`prepare`.
 
         Args:
             load_from: a path for :meth:`load_checkpoint`, or for :meth:`resume` if
                 ``resume`` is True.
             resume: True resumes from ``load_from``, or else from the newest checkpoint
-                in ``work_dir``, if there is one. A path is resumed from.
+                in ``work_dir``, if there is one. A path resumes from that checkpoint.
 
         Returns:
-            What the method that was called returned, or None.
+            The result of :meth:`load_checkpoint` or :meth:`resume`, or None.
         """
         if resume is not False:
             return self.resume(load_from if resume is True else resume)
@@ -562,7 +566,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
 
 class _Checkpointer(Checkpointer):
-    """Saves and loads the model by the strategy's methods, and calls a function around it."""
+    """Saves and loads the model by the strategy's methods, and calls the callback."""
 
     strategy: BaseStrategy
     callback: Callback = None
@@ -581,14 +585,14 @@ class _Checkpointer(Checkpointer):
         )
 
     def called(self, state: State) -> State:
-        """A checkpoint after the callback."""
+        """Call the callback on a checkpoint, and return the checkpoint."""
         if self.callback is not None:
             self.callback(state)
         return state
 
 
 def _settings(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the core's Environment, from those of MMEngine's strategies."""
+    """Convert the arguments of MMEngine's strategies to those of the core's Environment."""
     flat = dict(env_kwargs)
     for group in ("randomness", "dist_cfg"):
         flat |= flat.pop(group, None) or {}
@@ -606,12 +610,12 @@ class SingleDeviceStrategy(BaseStrategy, strategy.SingleDeviceStrategy):
 class DDPStrategy(SingleDeviceStrategy, strategy.DDPStrategy):
     """:class:`hooktrain.strategy.DDPStrategy` as a :class:`BaseStrategy`.
 
-    It is a :class:`SingleDeviceStrategy`, as in MMEngine, which joins other processes.
+    As in MMEngine, it is a :class:`SingleDeviceStrategy` that joins other processes.
 
     Args:
-        model_wrapper: ``type``, a name in ``MODEL_WRAPPERS`` or a class, and the
+        model_wrapper: a dict of ``type``, a name in ``MODEL_WRAPPERS`` or a class, and the
             arguments of :func:`hooktrain.strategy.create_ddp_model`. Without ``type`` the
-            wrapper is the one that fits the model.
+            wrapper that fits the model is chosen.
         kwargs: see :class:`BaseStrategy`.
     """
 
@@ -639,12 +643,12 @@ class FSDPStrategy(BaseStrategy, strategy.FSDPStrategy):
     Args:
         state_dict_cfg: ``"full"`` saves one file, as other strategies do; the states are
             whole on the main process, and sharded tensors are None on the others.
-            ``"local"`` or ``"sharded"`` saves a folder that each rank writes its part
-            of, and the states hold shards. Both are read in either case.
+            ``"local"`` or ``"sharded"`` saves a folder to which each rank writes its
+            shards, and the states hold shards. Both can be loaded in either case.
         kwargs: see :class:`BaseStrategy` and :class:`hooktrain.strategy.FSDPStrategy`.
 
     Raises:
-        ValueError: for another ``state_dict_cfg``.
+        ValueError: if ``state_dict_cfg`` is unknown.
     """
 
     def __init__(self, *, state_dict_cfg: str = "full", **kwargs: Any) -> None:

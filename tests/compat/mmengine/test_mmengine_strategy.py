@@ -95,7 +95,7 @@ def test_what_a_subclass_overrides_is_called_in_the_written_order(
 
 def test_the_classes_are_related_as_in_mmengine() -> None:
     assert issubclass(DDPStrategy, SingleDeviceStrategy)
-    with pytest.raises(TypeError, match="make a SingleDeviceStrategy"):
+    with pytest.raises(TypeError, match="use SingleDeviceStrategy"):
         BaseStrategy()
     # A subclass that defines what it needs may be made.
     assert type("Own", (BaseStrategy,), {})(device="cpu").seed is not None

@@ -396,7 +396,7 @@ def test_a_foreign_state_changes_nothing(change: dict[str, Any]) -> None:
     scheduler.step()
     before = scheduler.state_dict()
     ((key, value),) = change.items()
-    with pytest.raises(ValueError, match=f"{key}={value!r}, and this is StepLR"):
+    with pytest.raises(ValueError, match=f"{key}={value!r}, but this is StepLR"):
         scheduler.load_state_dict(
             {**before, "_global_step": 7, "_last_value": [5.0] * 2, **change}
         )
