@@ -21,13 +21,13 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Counts and the sum of losses stay on the device of the outputs until the end, so a batch costs
     no host-device synchronisation. They and the losses are float64 (float32 on Apple's devices,
-    which have nothing wider). So the division into batches changes the results by rounding only.
+    which have no float64), so the results depend on the division into batches only by rounding.
 
     Args:
         class_names: the names of the classes, in the order of the logits.
-        label_key: the key of the labels in a batch that is a dict, or their index in a tuple, where
-            they come last otherwise.
-        topk: for each k the results say how often the label is among the k highest logits.
+        label_key: the key of the labels, if a batch is a dict, or their index, if it is a tuple; by
+            default the labels are a tuple's last item.
+        topk: the values of k for which to report how often the label is among the k highest logits.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forget everything: a new evaluation begins."""
-        # One vector holds the number of samples in each cell, label * C + prediction; then how
-        # often the label is first, second, ... in the order of the logits; then the sum of losses.
+        # One vector holds the number of samples per cell, label * C + prediction; then how often
+        # the label ranks first, second, ... among the logits; then the sum of losses.
         cells = len(self._class_names) ** 2
         self._sizes = [cells, self._most, 1]
         self._sums = torch.zeros(sum(self._sizes), dtype=torch.float64)
@@ -59,21 +59,21 @@ class ClassificationEvaluator(DatasetEvaluator):
             outputs: logits, shape (N, C).
 
         Raises:
-            ValueError: for wrong shapes or types.
+            ValueError: if shapes or types are wrong.
         """
         device = outputs.device
         classes = len(self._class_names)
         labels = torch.as_tensor(targets_of(inputs, self._label_key))
         if outputs.shape[1:] != (classes,) or labels.is_floating_point():
             raise ValueError(
-                f"outputs must be of shape (N, {classes}), and labels integers of shape (N,), "
+                f"outputs must be of shape (N, {classes}) and labels integers of shape (N,), "
                 f"but got {outputs.shape} and {labels.dtype} of {labels.shape}"
             )
         labels = labels.to(device, torch.int64, non_blocking=True)
         dtype = torch.float64
         if device.type == "mps":
             dtype = torch.float32
-        # torch refuses labels of another shape or out of range.
+        # torch refuses labels of other shapes or out of range.
         losses = F.cross_entropy(outputs.to(dtype), labels, reduction="none")
         self._sums = self._sums.to(device, dtype)
         counts, ranked, loss = torch.split(self._sums, self._sizes)
@@ -91,7 +91,7 @@ class ClassificationEvaluator(DatasetEvaluator):
 
         Returns:
             ``{"classification": {"accuracy": ..., "val_loss": ..., "mean_class_accuracy": ...}}``,
-            which is the same on every rank to the last bit, so that all ranks can decide by it.
+            equal on all ranks to the last bit, so that the ranks can base decisions on it.
             Accuracies are in percent. ``mean_class_accuracy`` is averaged over the classes that
             occur. ``val_loss`` is the mean cross entropy. For each k of ``topk`` there is
             ``accuracy_topk``.
@@ -100,7 +100,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             ValueError: on every rank, if no rank had a sample.
         """
         classes = len(self._class_names)
-        # A host-device synchronisation, once an evaluation.
+        # A host-device synchronisation, once per evaluation.
         own = self._sums.cpu()
         copied = own.to(torch.float64, copy=True)
         sums = comm.all_reduce(copied)
@@ -135,7 +135,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             "correct": correct.tolist(),
             "accuracy": by_class.tolist(),
         }
-        # Numbers are not parsed in the names, since "007" is not 7.
+        # Class names are not parsed as numbers: "007" is not 7.
         formats = ("", ".0f", ".0f", ".2f")
         table = tabulate(columns, "keys", floatfmt=formats, disable_numparse=[0])
         logger.debug("Accuracy by class:\n%s", table)

@@ -1,4 +1,4 @@
-"""Data sets in COCO format, and the average precision of boxes as that benchmark measures it."""
+"""Data sets in COCO format, and COCO's average precision of boxes."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from hooktrain.utils import comm
 
 logger = logging.getLogger(__name__)
 
-# What the first numbers of pycocotools' summary are.
+# The names of the first numbers in pycocotools' summary.
 _NAMES = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100"]
 _NAMES += ["ARs", "ARm", "ARl"]
 
@@ -28,20 +28,20 @@ Sample = dict[str, Any]
 
 
 class CocoDataset(Dataset[Sample]):
-    """The images of a folder, with their boxes from a file in COCO format.
+    """The images in a folder, with their boxes from a file in COCO format.
 
-    A sample has ``image``, float32 of shape (3, H, W) in [0, 1], which Pillow reads; ``boxes``,
+    A sample has ``image``, float32 of shape (3, H, W) in [0, 1], read by Pillow; ``boxes``,
     (x1, y1, x2, y2) of shape (K, 4); ``labels``, the ids of their categories; and ``image_id``.
-    Crowds are left out.
+    Crowds are skipped.
 
     Args:
         root: the folder of the images.
         annotations: the file.
-        train: whether to leave out images without a box, and to mirror half of the others, as
-            torch's global generator decides.
+        train: whether to skip images without a box, and to mirror the others with probability
+            1/2, drawn from torch's global generator.
 
     Attributes:
-        images: what the file says of each image.
+        images: the file's entry for each image.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class CocoDataset(Dataset[Sample]):
 
 
 class AspectRatioSampler(StreamSampler):
-    """Shuffles so that the images of a batch of all ranks are of similar shape.
+    """Shuffles so that the images in a batch of all ranks have similar shapes.
 
-    Images are divided into groups by the ratio of their sides, and each batch is of one group. So
-    little is padded. Ratios below 1/2 are one group, and so are those from 2 on. A group's last
+    Images are grouped by aspect ratio, and each batch is from one group, so little padding is
+    needed. Ratios below 1/2 form one group, and so do ratios of 2 and above. A group's last
     batch in an epoch is filled up with images of that group.
 
     Args:
-        ratios: width by height of each image.
-        batch_size: images of a batch of all ranks together.
-        groups_in_octave: how many groups there are between a ratio and twice that ratio, as
-            ``--aspect-ratio-group-factor`` of torchvision's references.
+        ratios: the width of each image divided by its height.
+        batch_size: the number of images in a batch of all ranks together.
+        groups_in_octave: the number of groups between a ratio and twice that ratio, like
+            ``--aspect-ratio-group-factor`` in torchvision's references.
         seed: see :class:`hooktrain.data.StreamSampler`.
     """
 
@@ -135,14 +135,14 @@ def build_coco_train_loader(
     seed: int | None = None,
     **options: Any,
 ) -> Any:
-    """A training loader of a :class:`CocoDataset`, with batches of similar shapes.
+    """Build a training loader for a :class:`CocoDataset`, with batches of similar shapes.
 
     Args:
         root: the folder of the images.
         annotations: the file in COCO format.
         total_batch_size: see :func:`hooktrain.data.build_train_loader`.
         seed: see :func:`hooktrain.data.build_train_loader`.
-        options: of torch's ``DataLoader``.
+        options: further arguments of torch's ``DataLoader``.
     """
     dataset = CocoDataset(root, annotations, train=True)
     ratios = [image["width"] / image["height"] for image in dataset.images]
@@ -160,16 +160,16 @@ class CocoEvaluator(DatasetEvaluator):
     """Average precision and recall of boxes, computed by pycocotools.
 
     It needs ``pip install 'hooktrain[detection]'``. Batches have ``"targets"``, a list of dicts
-    with an ``"image_id"``. Outputs are a list of dicts with ``"boxes"`` (x1, y1, x2, y2) of shape
-    (K, 4), ``"scores"`` and ``"labels"``, the ids of categories, of shape (K,): the form of
-    torchvision's detectors. Images that no batch had do not count.
+    with an ``"image_id"``. Outputs are in the form of torchvision's detectors, a list of dicts with
+    ``"boxes"`` (x1, y1, x2, y2) of shape (K, 4), and ``"scores"`` and ``"labels"``, the ids of
+    categories, of shape (K,). Images that were in no batch do not count.
 
     Args:
-        annotations: a file in COCO format, or what is in one.
+        annotations: a file in COCO format, or the content of one.
     """
 
     def __init__(self, annotations: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        # Imported here, since it is an extra.
+        # Imported here, since it is an optional extra.
         from pycocotools import coco, cocoeval
 
         self._coco: Any = coco.COCO
@@ -212,18 +212,18 @@ class CocoEvaluator(DatasetEvaluator):
         """Match the boxes of all ranks, and log pycocotools' summary. Collective.
 
         Returns:
-            ``{"bbox": {"AP": ..., "AP50": ..., ...}}`` in percent, with the names of detectron2,
-            the same on every rank. Metrics without any object, such as ``APl`` where all are
-            small, are left out.
+            ``{"bbox": {"AP": ..., "AP50": ..., ...}}`` in percent, with detectron2's names,
+            equal on all ranks. Metrics without any object, such as ``APl`` if all objects are
+            small, are omitted.
 
         Raises:
-            ValueError: on every rank, if no rank had an image.
+            ValueError: on all ranks, if no rank had an image.
         """
         images: dict[int, list[dict[str, Any]]] = {}
         for found in comm.all_gather(self._found):
             images |= found
         if not images:
-            raise ValueError("there is no image to evaluate, on any rank")
+            raise ValueError("no rank has an image to evaluate")
         rows = [row for image_id in sorted(images) for row in images[image_id]]
         detected = [{**row, "id": number} for number, row in enumerate(rows, 1)]
         results = self._indexed({**self._truth.dataset, "annotations": detected})

@@ -1,7 +1,7 @@
-"""Scenes of several handwritten digits, a small detector of them, and pictures of what it finds.
+"""Scenes of several handwritten digits, a small detector, and pictures of its detections.
 
-Batches, losses and detections have the form that torchvision's detectors take and give, and boxes
-are ``(x1, y1, x2, y2)`` in pixels.
+Batches, losses and detections have the form of torchvision's detectors, and boxes are
+``(x1, y1, x2, y2)`` in pixels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from hooktrain.demos.digits import CLASS_NAMES, DigitsDataset, Sample
 from hooktrain.demos.samples import SampleWriter
 
 CANVAS = 64  # pixels
-SIDES = (14, 27)  # of a digit before its margins are cut off: from, and below
+SIDES = (14, 27)  # the range of a digit's side before its margins are cut off
 MOST_DIGITS = 8
-INK = 0.3  # a box is drawn around all pixels that have so much
-STRIDE = 4  # pixels of a cell in the detector's maps
-SURE = 0.3  # the lowest score that a picture shows
+INK = 0.3  # a box encloses all pixels of at least this value
+STRIDE = 4  # the side of a cell in the detector's maps, in pixels
+SURE = 0.3  # the lowest score that pictures show
 
 
 class DigitScenes(Dataset[Sample]):
     """Square images with up to eight digits of different sizes that do not overlap.
 
-    A scene is drawn when it is asked for, from a generator of its own, so there may be any number
-    of them. Training and testing have the digits of the two parts of
+    A scene is generated on access, from a random generator seeded by its index, so there may be
+    any number of scenes. Training and test scenes have the digits of the two parts of
     :class:`hooktrain.demos.DigitsDataset`.
 
     A sample is a dict with ``image``, float32 of shape (1, 64, 64) in [0, 1]; ``boxes``, float32 of
@@ -36,7 +36,7 @@ class DigitScenes(Dataset[Sample]):
 
     Args:
         train: True for digits of the training part, False for those of the test part.
-        length: how many scenes there are.
+        length: the number of scenes.
     """
 
     def __init__(self, train: bool, length: int) -> None:
@@ -50,7 +50,7 @@ class DigitScenes(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self._length:
             raise IndexError(
-                f"there are {self._length} scenes, but no number {index!r}"
+                f"index {index!r} is out of range for {self._length} scenes"
             )
         generator = torch.Generator().manual_seed(2 * index + self._train)
 
@@ -81,7 +81,7 @@ class DigitScenes(Dataset[Sample]):
 
 
 def _enlarged(image: Tensor, side: int) -> Tensor:
-    """A digit drawn with this side, and then cut to the box around its ink."""
+    """A digit scaled to this side, and then cropped to the box around its ink."""
     large = F.interpolate(image[None], side, mode="bilinear")[0]
     inked = large[0] >= INK
     rows = inked.any(1).nonzero()
@@ -94,10 +94,10 @@ def _enlarged(image: Tensor, side: int) -> Tensor:
 def coco_annotations(
     dataset: DigitScenes, class_names: Sequence[str] = CLASS_NAMES
 ) -> dict[str, Any]:
-    """What a file in COCO format would say of a data set, to evaluate or to write with ``json``.
+    """The annotations of a data set in COCO format, to evaluate with or to write as JSON.
 
     Args:
-        dataset: gives samples like those of :class:`DigitScenes`.
+        dataset: a data set with samples like those of :class:`DigitScenes`.
         class_names: the names of the labels 0, 1, 2, ....
     """
     images = []
@@ -111,7 +111,7 @@ def coco_annotations(
             x1, y1, x2, y2 = box.tolist()
             annotations.append(
                 {
-                    "id": len(annotations) + 1,  # pycocotools takes 0 for none
+                    "id": len(annotations) + 1,  # to pycocotools, 0 means no match
                     "image_id": image["id"],
                     "category_id": int(label),
                     "bbox": [x1, y1, x2 - x1, y2 - y1],
@@ -124,10 +124,11 @@ def coco_annotations(
 
 
 def collate_detection(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Make a batch that detectors take by keywords: lists, since images differ in their boxes.
+    """Collate samples for detectors as lists, since the number of boxes differs between images.
 
     Returns:
-        ``images``, a list of tensors, and ``targets``, a list of dicts with all else.
+        A dict of keyword arguments: ``images``, a list of tensors, and ``targets``, a list of
+        dicts with the other items.
     """
     images = [sample["image"] for sample in samples]
     targets = []
@@ -137,17 +138,17 @@ def collate_detection(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 class DigitDetector(nn.Module):
-    """Finds digits by the points that are the middle of one, without anchors.
+    """An anchor-free detector that finds digits by their centres.
 
-    Seven convolutions make maps of one cell for each four by four pixels. From them a map for each
-    class says how likely a cell is the middle of such a digit, with the loss and the peaks of
-    CenterNet (Zhou et al., arXiv:1904.07850). Four more maps give the distances from the cell to
+    Seven convolutions compute maps with one cell per 4 x 4 pixels. A heat map per class predicts
+    how likely a cell is the centre of such a digit, with the loss and the peaks of
+    CenterNet (Zhou et al., arXiv:1904.07850). Four more maps predict the distances from the cell to
     the sides of the box, as in FCOS (Tian et al., arXiv:1904.01355), with the generalised IoU as
-    loss (Rezatofighi et al., arXiv:1902.09630), for the middle cell and the eight around it.
+    the loss (Rezatofighi et al., arXiv:1902.09630), for the centre cell and its eight neighbours.
 
     Args:
         channels: the width of the first layers; the last ones have four times as many.
-        num_classes: at least 1.
+        num_classes: the number of classes, at least 1.
     """
 
     def __init__(self, channels: int = 16, num_classes: int = 10) -> None:
@@ -165,7 +166,7 @@ class DigitDetector(nn.Module):
         )
         self.heat = nn.Conv2d(wide, num_classes, kernel_size=1)
         self.sides = nn.Conv2d(wide, 4, kernel_size=1)
-        # The first predictions are that nothing is anywhere, as almost everywhere it is.
+        # Initially every cell predicts no digit, which is right almost everywhere.
         nn.init.constant_(self.heat.bias, -4.0)  # type: ignore[arg-type]
 
     def forward(
@@ -176,25 +177,25 @@ class DigitDetector(nn.Module):
         """Compute the losses in training mode, detections in evaluation mode.
 
         Args:
-            images: all of one shape (1, H, W), multiples of 4, values in [0, 1].
-            targets: in training mode one dict an image with ``"boxes"`` of shape (K, 4) and
+            images: images of one shape (1, H, W), multiples of 4, with values in [0, 1].
+            targets: in training mode, one dict per image with ``"boxes"`` of shape (K, 4) and
                 ``"labels"``, integers of shape (K,) in [0, num_classes).
 
         Returns:
-            ``{"loss_heat": ..., "loss_box": ...}``, or for each image its ``"boxes"``, ``"scores"``
-            and ``"labels"``, from the highest score to the lowest.
+            ``{"loss_heat": ..., "loss_box": ...}``, or a dict per image with ``"boxes"``,
+            ``"scores"`` and ``"labels"``, from the highest score to the lowest.
 
         Raises:
             ValueError: in training mode without targets.
         """
         maps = self.trunk(torch.stack(list(images)))
         heat = self.heat(maps)
-        # Four distances for each cell, at least 0, and the cell's middle: (N, 4, H / 4, W / 4).
+        # Four distances per cell, at least 0, from its centre: (N, 4, H / 4, W / 4).
         boxes = _boxes_around_cells(F.softplus(self.sides(maps)) * STRIDE)
         if not self.training:
             return _detections(heat, boxes)
         if targets is None:
-            raise ValueError("in training mode give targets too, and not None")
+            raise ValueError("targets are required in training mode, not None")
         return self._losses(heat, boxes, targets)
 
     def _losses(
@@ -202,7 +203,7 @@ class DigitDetector(nn.Module):
     ) -> dict[str, Tensor]:
         wanted = torch.cat([target["boxes"] for target in targets])
         labels = torch.cat([target["labels"] for target in targets])
-        # The image of each box.
+        # The index of each box's image.
         counts = [len(target["boxes"]) for target in targets]
         owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         owners = owners.to(heat.device, non_blocking=True)
@@ -238,7 +239,7 @@ def _layer(in_channels: int, out_channels: int, stride: int = 1) -> list[nn.Modu
 
 
 def _boxes_around_cells(sides: Tensor) -> Tensor:
-    """Boxes from the distances of their left, top, right and bottom to the middles of cells."""
+    """Boxes from the distances between cell centres and the left, top, right and bottom sides."""
     height, width = sides.shape[-2:]
     y = (torch.arange(height, device=sides.device) + 0.5) * STRIDE
     x = (torch.arange(width, device=sides.device) + 0.5) * STRIDE
@@ -253,14 +254,15 @@ def _hills(cells: Tensor, boxes: Tensor, height: int, width: int) -> Tensor:
     x = torch.arange(width, device=cells.device)[None, None, :]
     middle_x, middle_y = cells[:, :, None, None].unbind(1)
     distances = (x - middle_x) ** 2 + (y - middle_y) ** 2
-    # A hill of two thirds of the digit's side, in cells, is about six deviations wide.
+    # A hill is two thirds of the digit's side wide, in cells, which is about six standard
+    # deviations.
     side = (boxes[:, 2:] - boxes[:, :2]).amax(1) / STRIDE
     deviation = (side / 9)[:, None, None]
     return torch.exp(-distances / (2 * deviation**2))
 
 
 def _focal_loss(logits: Tensor, goal: Tensor) -> Tensor:
-    """CenterNet's: cells on a hill, but not at its top, count less as wrong."""
+    """CenterNet's focal loss, which penalises cells near a centre less."""
     chance = logits.sigmoid()
     right = (1 - chance) ** 2 * F.logsigmoid(logits)
     wrong = (1 - goal) ** 4 * chance**2 * F.logsigmoid(-logits)
@@ -268,7 +270,7 @@ def _focal_loss(logits: Tensor, goal: Tensor) -> Tensor:
 
 
 def _generalised_iou(a: Tensor, b: Tensor) -> Tensor:
-    """The generalised IoU of boxes with boxes, which have one shape (..., 4)."""
+    """The elementwise generalised IoU of boxes of the same shape (..., 4)."""
     inner = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(
         a[..., :2], b[..., :2]
     )
@@ -286,7 +288,7 @@ def _area(boxes: Tensor) -> Tensor:
 
 
 def _detections(heat: Tensor, boxes: Tensor, most: int = 50) -> list[dict[str, Tensor]]:
-    """The highest peaks: cells that are the highest of their class among their neighbours."""
+    """The highest peaks: cells with the maximum of their class among their neighbours."""
     chances = heat.sigmoid()
     highest = F.max_pool2d(chances, 3, stride=1, padding=1)
     peaks = torch.where(chances == highest, chances, 0)
@@ -328,17 +330,17 @@ COLOURS = (
 
 
 class DetectionWriter(SampleWriter):
-    """Lets the model find the digits of a few scenes every so often, and draws its boxes.
+    """Periodically draws the model's detections in a few scenes.
 
-    The label stands above the box. See :class:`hooktrain.demos.SampleWriter` for the files.
+    The label is above the box. See :class:`hooktrain.demos.SampleWriter` for the files.
 
     Args:
-        period: in iterations; the last iteration writes too, and with 0 no other.
-        dataset: its first scenes are shown.
+        period: the period in iterations; 0 writes only in the last iteration, which always writes.
+        dataset: the data set, whose first scenes are shown.
         output_dir: the folder of the run.
-        count: how many scenes.
-        columns: scenes in a row.
-        zoom: the side of the square that a pixel of a scene becomes.
+        count: the number of scenes.
+        columns: the number of scenes in a row.
+        zoom: the side of the square that shows a pixel of a scene.
     """
 
     def __init__(
@@ -356,7 +358,7 @@ class DetectionWriter(SampleWriter):
         self._zoom = zoom
 
     def draw(self, model: nn.Module) -> Tensor:
-        """The scenes with the boxes that are sure enough."""
+        """The scenes with the boxes whose scores are high enough."""
         device = next(model.parameters()).device
         images = self._inputs.to(device, non_blocking=True)
         found = model(images, None)
@@ -371,12 +373,12 @@ def draw_boxes(image: Tensor, found: Mapping[str, Tensor], zoom: int = 4) -> Ten
     """Draw detected digits into an image.
 
     Args:
-        image: shape (1, H, W), values in [0, 1], on the CPU.
-        found: ``"boxes"``, ``"scores"`` and ``"labels"``; those with a low score are left out.
-        zoom: the side of the square that a pixel becomes.
+        image: the image, of shape (1, H, W), with values in [0, 1], on the CPU.
+        found: ``"boxes"``, ``"scores"`` and ``"labels"``; those with a low score are skipped.
+        zoom: the side of the square that shows a pixel.
 
     Returns:
-        Shape (3, zoom * H, zoom * W), values in [0, 1].
+        An image of shape (3, zoom * H, zoom * W), with values in [0, 1].
     """
     large = image.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2)
     canvas = large.repeat(3, 1, 1)
@@ -397,7 +399,7 @@ def draw_boxes(image: Tensor, found: Mapping[str, Tensor], zoom: int = 4) -> Ten
 
 
 def _write_label(canvas: Tensor, label: int, x: int, y: int, colour: Tensor) -> None:
-    """Write a digit above a point, or below it where the canvas ends."""
+    """Write a digit above a point, or below it if the canvas ends there."""
     rows = [[int(row) >> bit & 1 for bit in (2, 1, 0)] for row in FONT[label]]
     glyph = torch.tensor(rows, dtype=torch.bool)
     glyph = glyph.repeat_interleave(2, 0).repeat_interleave(2, 1)

@@ -1,4 +1,4 @@
-"""The handwritten digits that come with the package, and a small classifier of them.
+"""The handwritten digits that come with the package, and a small classifier.
 
 *Optical Recognition of Handwritten Digits*, E. Alpaydin and C. Kaynak, UCI Machine Learning
 Repository, licence CC BY 4.0; see ``digits_data/README.md``.
@@ -29,8 +29,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
     """All images and labels, in the order of the file. Do not change them in place.
 
     Returns:
-        The images, float32 of shape (1797, 1, 8, 8) with ink from 0 to 1; and the labels, int64 of
-        shape (1797,).
+        The images, float32 of shape (1797, 1, 8, 8) with values in [0, 1], where 1 is ink; and the
+        labels, int64 of shape (1797,).
     """
     with np.load(DIGITS_FILE, allow_pickle=False) as arrays:
         images = torch.from_numpy(arrays["images"])
@@ -40,14 +40,14 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 class DigitsDataset(Dataset[Sample]):
-    """The digits, in a fixed split: every fifth image, from the first on, is for testing.
+    """The digits, in a fixed split: every fifth image, starting with the first, is for testing.
 
-    That makes 360 for testing and 1,437 for training. A sample is a dict with ``image``, float32
+    That gives 360 test and 1,437 training images. A sample is a dict with ``image``, float32
     of shape (1, 8, 8) in [0, 1], and ``label``, an int from 0 to 9.
 
     Args:
         train: True for the training part, False for the test part.
-        transform: applied to each sample.
+        transform: a function to apply to each sample.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DigitsDataset(Dataset[Sample]):
 
 
 class RandomShift:
-    """Shifts an image by a random number of pixels in both directions, filling up with zeros.
+    """Shifts an image by a random number of pixels in both directions, and pads with zeros.
 
     It draws from torch's global generator.
 
@@ -98,14 +98,14 @@ class RandomShift:
 class DigitsCNN(nn.Module):
     """Four convolutions and a linear layer for images of 8 by 8 pixels.
 
-    It has two stages, with ``channels`` and then ``2 * channels`` maps. Each has two 3x3
-    convolutions, with BatchNorm and ReLU after each, and halves the image at its end, in the manner
-    of VGG (Simonyan and Zisserman, arXiv:1409.1556).
+    It has two stages, with ``channels`` and then ``2 * channels`` maps. Each stage has two 3x3
+    convolutions, each with BatchNorm and ReLU, and halves the image at its end, in the style of
+    VGG (Simonyan and Zisserman, arXiv:1409.1556).
 
     Args:
-        channels: maps of the first stage, at least 1.
-        dropout: the share of features that training leaves out before the last layer, in [0, 1).
-        num_classes: at least 1.
+        channels: the number of maps of the first stage, at least 1.
+        dropout: the dropout probability before the last layer, in [0, 1).
+        num_classes: the number of classes, at least 1.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DigitsCNN(nn.Module):
 
 
 def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
-    """A stage: two convolutions, then half the height and width."""
+    """A stage: two convolutions, then a pooling that halves height and width."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -162,13 +162,14 @@ def trained_digits_cnn(
     """Train a small :class:`DigitsCNN` on the CPU, in a second or two.
 
     The same arguments give the same classifier. The state of torch's global generator is restored
-    at the end, so that the run around it is not disturbed.
+    at the end, so that an ongoing run is not disturbed.
 
     Args:
         dataset: digits with ``"image"`` and ``"label"``.
-        epochs: passes through the data set, at least 1.
-        channels: those of the network.
-        seed: it decides the first weights, the order of the samples, and what the data set draws.
+        epochs: the number of passes over the data set, at least 1.
+        channels: see :class:`DigitsCNN`.
+        seed: the seed of the initial weights, of the order of the samples, and of random
+            transforms.
 
     Returns:
         The network, in evaluation mode, without gradients.

@@ -1,4 +1,4 @@
-"""A small generative adversarial network for the digits, and an evaluator of what it draws."""
+"""A small generative adversarial network for the digits, and an evaluator of its samples."""
 
 import logging
 import math
@@ -19,21 +19,22 @@ logger = logging.getLogger(__name__)
 
 
 class DigitsGAN(nn.Module):
-    """Learns to draw digits, with a discriminator that tries to distinguish them from real ones.
+    """A generator of digits, and a discriminator that distinguishes them from real digits.
 
     Both are perceptrons with two hidden layers and without normalisation, so there are no buffers.
     They are trained with the non-saturating loss (Goodfellow et al., arXiv:1406.2661). Each has its
     own optimizer, and may be wrapped in DistributedDataParallel separately.
 
     Args:
-        latent_size: how many random numbers an image is made from, at least 1.
+        latent_size: the number of random inputs of an image, at least 1.
         hidden_size: the width of the hidden layers, at least 1.
-        discriminator_steps: updates of the discriminator before each one of the generator, all
-            with the same real images, at least 1.
+        discriminator_steps: the number of updates of the discriminator before each update of the
+            generator, all with the same real images, at least 1.
 
     Attributes:
-        generator: latents of shape (N, latent_size) to images of shape (N, 1, 8, 8) in [0, 1].
-        discriminator: such images to logits of shape (N, 1), above 0 for those it takes for real.
+        generator: maps latents of shape (N, latent_size) to images of shape (N, 1, 8, 8) in [0, 1].
+        discriminator: maps such images to logits of shape (N, 1), which are positive for images
+            that it considers real.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class DigitsGAN(nn.Module):
         """Draw one image for each latent.
 
         Args:
-            latents: shape (N, latent_size), on any device, from a standard normal distribution.
+            latents: latents of shape (N, latent_size), on any device, from a standard normal
+                distribution.
 
         Returns:
-            Images on the model's device, float32, shape (N, 1, 8, 8), ink from 0 to 1.
+            Images on the model's device, float32, of shape (N, 1, 8, 8), in [0, 1].
         """
         latents = latents.to(self._device(), non_blocking=True)
         images: Tensor = self.generator(latents)
@@ -80,7 +82,7 @@ class DigitsGAN(nn.Module):
 
         Returns:
             ``loss_discriminator`` (of its last update), ``loss_generator``, and the mean logits
-            ``logit_real`` and ``logit_fake`` at that last update. They stay on the device.
+            ``logit_real`` and ``logit_fake`` of the discriminator's last update, on the device.
         """
         images = data["image"].to(self._device(), non_blocking=True)
         of_discriminator = optim_wrapper["discriminator"]
@@ -94,18 +96,18 @@ class DigitsGAN(nn.Module):
     def train_discriminator(
         self, images: Tensor, optimizer_wrapper: Any
     ) -> dict[str, Tensor]:
-        """Make one update, so that real images get high logits, and drawn ones low logits.
+        """Make one update towards high logits for real images and low logits for generated ones.
 
         Args:
-            images: real ones, on the model's device.
-            optimizer_wrapper: the discriminator's.
+            images: real images, on the model's device.
+            optimizer_wrapper: the optimizer wrapper of the discriminator.
         """
         with optimizer_wrapper.optim_context(self.discriminator):
             latents = self._random_latents(len(images))
             with torch.no_grad():
                 drawn = self.generator(latents)
                 drawn = drawn.to(images.dtype)
-            # One forward pass for both: DistributedDataParallel needs one for each backward pass.
+            # A single forward pass: DistributedDataParallel needs one per backward pass.
             both = torch.cat([images, drawn])
             logits = self.discriminator(both)
             real, fake = logits.float().chunk(2)
@@ -120,11 +122,11 @@ class DigitsGAN(nn.Module):
         }
 
     def train_generator(self, count: int, optimizer_wrapper: Any) -> dict[str, Tensor]:
-        """Make one update, so that drawn images get high logits.
+        """Make one update towards high logits for generated images.
 
         Args:
-            count: how many to draw.
-            optimizer_wrapper: the generator's.
+            count: the number of images to generate.
+            optimizer_wrapper: the optimizer wrapper of the generator.
         """
         with (
             optimizer_wrapper.optim_context(self.generator),
@@ -149,11 +151,11 @@ class DigitsGAN(nn.Module):
 def adam_for_each(
     model: nn.Module, **options: Mapping[str, Any]
 ) -> dict[str, torch.optim.Adam]:
-    """An Adam for each of some submodules.
+    """Build an Adam optimizer for each of some submodules.
 
     Args:
         model: the model.
-        options: by the name of a submodule, the arguments of its optimizer.
+        options: the arguments of each optimizer, by the name of its submodule.
     """
     return {
         name: torch.optim.Adam(model.get_submodule(name).parameters(), **each)
@@ -165,12 +167,12 @@ def fixed_latents(count: int, latent_size: int, seed: int = 0) -> Tensor:
     """Latents that are always the same, from a separate random generator.
 
     Args:
-        count: how many.
-        latent_size: that of the model.
-        seed: of the generator.
+        count: the number of latents.
+        latent_size: the ``latent_size`` of the model.
+        seed: the seed of the random generator.
 
     Returns:
-        Shape (count, latent_size), on the CPU, from a standard normal distribution.
+        Latents of shape (count, latent_size), on the CPU, from a standard normal distribution.
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, latent_size, generator=generator)
@@ -186,7 +188,7 @@ def _hidden_layers(in_features: int, width: int) -> list[nn.Module]:
 
 @contextmanager
 def _frozen(module: nn.Module) -> Iterator[None]:
-    """Inside, gradients pass through a module, but its parameters get none."""
+    """A context in which gradients pass through a module, but its parameters get none."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     try:
         for parameter in parameters:
@@ -198,18 +200,18 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 
 
 class SampleQualityEvaluator(DatasetEvaluator):
-    """Shows samples of a generative model to a classifier of real data.
+    """Evaluates samples of a generative model by a classifier that was trained on real data.
 
-    Good samples are recognised with confidence, and all classes are among them: a model that draws
+    Good samples are recognised with confidence, and include all classes: a model that draws
     one perfect image again and again has one class and no entropy. (The inception score,
-    arXiv:1606.03498, puts both into one number.)
+    arXiv:1606.03498, combines both into one number.)
 
     Args:
-        classifier: logits of shape (N, C) from a batch ``{"image": samples}``. It is used in
-            evaluation mode, on the samples' device.
-        class_names: one for each of the C classes.
-        real: batches with ``"image"`` and ``"label"``, each rank's own share. The accuracy of the
-            classifier on them is reported too; None leaves that out.
+        classifier: a module that returns logits of shape (N, C) for a batch
+            ``{"image": samples}``. It is used in evaluation mode, on the samples' device.
+        class_names: the names of the C classes.
+        real: batches with ``"image"`` and ``"label"``, each rank's own share, for which the
+            accuracy of the classifier is reported too; None skips it.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class SampleQualityEvaluator(DatasetEvaluator):
 
         Args:
             inputs: not used.
-            outputs: samples, as the classifier takes them, first dimension N.
+            outputs: samples for the classifier, with first dimension N.
         """
         confidences, classes = self._classify(outputs)
         device = classes.device
@@ -246,16 +248,17 @@ class SampleQualityEvaluator(DatasetEvaluator):
         """Sum up the batches of all ranks, and log a table of the classes. Collective.
 
         Returns:
-            ``{"samples": ...}`` with these, the same on every rank: ``classes``, how many occur;
-            ``confidence``, the mean of the largest probability, from 0 to 1; ``entropy`` of the
-            classes in nats, from 0 to log(C) for equal shares; ``count``, the number of samples;
-            and with ``real`` the ``classifier_accuracy`` on it, from 0 to 1.
+            ``{"samples": ...}`` with these metrics, equal on all ranks: ``classes``, the number of
+            classes that occur; ``confidence``, the mean of the largest probability, from 0 to 1;
+            ``entropy``, of the distribution of classes in nats, from 0 to log(C) for equal shares;
+            ``count``, the number of samples; and, if there is ``real``, ``classifier_accuracy``,
+            the classifier's accuracy on it, from 0 to 1.
 
         Raises:
-            ValueError: on every rank, if there was no sample.
-            ZeroDivisionError: on every rank, if ``real`` gave no image.
+            ValueError: on all ranks, if there was no sample.
+            ZeroDivisionError: on all ranks, if ``real`` yields no image.
         """
-        # The transfers wait for the device: a host-device synchronisation, once an evaluation.
+        # The transfers wait for the device: a host-device synchronisation, once per evaluation.
         mine = (self._counts.tolist(), float(self._confidence), *self._judge())
         ranks = comm.all_gather(mine)
         counts_of_ranks, confidences, recognised, real = zip(*ranks, strict=True)
@@ -263,7 +266,7 @@ class SampleQualityEvaluator(DatasetEvaluator):
         counts = [sum(column) for column in columns]
         total = sum(counts)
         if total == 0:
-            raise ValueError("there is no sample to evaluate, on any rank")
+            raise ValueError("no rank has a sample to evaluate")
         if comm.is_main_process():
             rows = list(zip(self._class_names, counts, strict=True))
             table = tabulate(rows, ["class", "samples"], "pipe")
@@ -283,13 +286,13 @@ class SampleQualityEvaluator(DatasetEvaluator):
         return {"samples": quality}
 
     def _judge(self) -> tuple[int, int]:
-        """How many of the real images the classifier recognises, and how many there are."""
+        """The number of real images that the classifier recognises, and the number of all."""
         correct = 0
         images = 0
         for batch in self._real or ():
             shown = batch["image"].to(self._counts.device)
             _, classes = self._classify(shown)
-            # Host-device synchronisation, for each batch.
+            # Host-device synchronisation, once per batch.
             is_right = classes.cpu() == batch["label"].cpu()
             correct += int(is_right.sum())
             images += len(classes)

@@ -1,4 +1,4 @@
-"""A classifier of photographs around any network, such as those of torchvision."""
+"""A classifier of photographs with any network, such as torchvision's."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 class ImageClassifier(nn.Module):
-    """A network from images to logits, with the loss that it is trained by.
+    """A network from images to logits, with its training loss.
 
-    Convolutions compute in the layout ``torch.channels_last``, which is the fast one for mixed
+    Convolutions compute in the layout ``torch.channels_last``, which is fastest for mixed
     precision on GPUs.
 
     Args:
-        net: images of shape (N, 3, H, W) to logits of shape (N, C).
+        net: the network, which maps images of shape (N, 3, H, W) to logits of shape (N, C).
         label_smoothing: the share of each target that is spread over all classes, in [0, 1]
             (Szegedy et al., arXiv:1512.00567).
     """
@@ -39,7 +39,7 @@ class ImageClassifier(nn.Module):
         if not self.training:
             return logits
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        # A smoothed loss never comes near 0, so the accuracy is easier to read.
+        # A smoothed loss never approaches 0, so the accuracy is easier to interpret.
         is_right = logits.argmax(1) == labels
         accuracy = 100 * is_right.float().mean()
         return {"loss_cls": loss, "accuracy": accuracy}

@@ -1,4 +1,4 @@
-"""Hooks that show what a model draws or writes as the training goes on."""
+"""Hooks that show samples of a generative model during training."""
 
 import logging
 import os
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class PeriodicSampler(HookBase):
-    """The base of hooks that sample every so often.
+    """The base class of hooks that sample periodically.
 
     Args:
-        period: in iterations; the last iteration samples too, and with 0 no other.
-        folder: where the files are written.
+        period: the period in iterations; 0 samples only in the last iteration, which always does.
+        folder: the folder for the files.
 
     Raises:
-        ValueError: for a negative period.
+        ValueError: if the period is negative.
     """
 
     def __init__(self, period: int, folder: str | os.PathLike[str]) -> None:
@@ -44,11 +44,11 @@ class PeriodicSampler(HookBase):
 
     @contextmanager
     def sampling(self) -> Iterator[Any]:
-        """The model, without its wrapper, ready to sample from.
+        """A context that yields the model, without its wrapper, ready to sample from.
 
-        If the trainer has an averaged model (``trainer.ema``), it has those weights meanwhile. It
-        is in evaluation mode and no gradients are computed. All ranks call this, since those of a
-        sharded model compute together.
+        Inside, the model is in evaluation mode, no gradients are computed, and it has the averaged
+        weights if the trainer has an averaged model (``trainer.ema``). All ranks call this, since
+        the ranks of a sharded model compute together.
         """
         model = unwrap_model(self.trainer.model)
         ema = getattr(self.trainer, "ema", None)
@@ -57,7 +57,7 @@ class PeriodicSampler(HookBase):
             yield model
 
     def write(self, suffix: str, write: Callable[[Path], object]) -> None:
-        """Call ``write`` with ``<folder>/<iteration><suffix>``; a full disk is logged only."""
+        """Call ``write`` with ``<folder>/<iteration><suffix>``; a full disk is only logged."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             name = f"{self.trainer.iter:07d}{suffix}"
@@ -65,31 +65,31 @@ class PeriodicSampler(HookBase):
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            logger.error("NOT WRITTEN: %s. Training goes on", error)
+            logger.error("NOT WRITTEN: %s. Training continues", error)
 
 
 class SampleWriter(PeriodicSampler):
-    """Calls the model with the same inputs every so often, and writes the images that it returns.
+    """Periodically calls the model with the same inputs, and writes the images that it returns.
 
-    They are put as one grid into ``<output_dir>/<name>/<iteration>.png``, with the number that a
-    checkpoint of the same weights has, and into the storage, whose writers show it in TensorBoard.
-    If the trainer has an averaged model (``trainer.ema``), that one draws.
+    They are written as one grid to ``<output_dir>/<name>/<iteration>.png``, with the iteration of
+    a checkpoint of the same weights, and put into the storage, whose writers show it in
+    TensorBoard. If the trainer has an averaged model (``trainer.ema``), that model draws.
 
-    Register it on every rank: each one draws, since parts of a model may communicate; the main rank
-    writes. For a model that is not called with an input, override :meth:`draw`.
+    Register it on every rank: all ranks draw, since a model may communicate; the main rank
+    writes. If the model takes no inputs, override :meth:`draw`.
 
     A full disk is logged and does not end the run.
 
     Args:
-        period: in iterations; the last iteration writes too, and with 0 no other.
-        inputs: what the model is called with.
+        period: the period in iterations; 0 writes only in the last iteration, which always writes.
+        inputs: the inputs of the model.
         output_dir: the folder of the run.
-        name: of the folder for the files, and of the image in the storage.
-        columns: images in a row of the grid.
-        scale: draw each pixel as a square of this side.
+        name: the name of the folder for the files, and of the image in the storage.
+        columns: the number of images in a row of the grid.
+        scale: the side of the square that shows a pixel.
 
     Raises:
-        ValueError: for a negative period.
+        ValueError: if the period is negative.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class SampleWriter(PeriodicSampler):
         self._scale = scale
 
     def draw(self, model: nn.Module) -> Tensor:
-        """The images to show, shape (N, C, H, W), values in [0, 1]; the model is in eval mode."""
+        """The images to show, of shape (N, C, H, W), in [0, 1]; the model is in eval mode."""
         images: Tensor = model(self._inputs)
         return images
 
     def after_step(self) -> None:
-        """Draw and write where a period ends, and at the last iteration."""
+        """Draw and write at the end of a period, and in the last iteration."""
         if not self._period.is_due_or_last(self.trainer):
             return
         with self.sampling() as model:
@@ -126,29 +126,28 @@ class SampleWriter(PeriodicSampler):
 
 
 class TextSampler(PeriodicSampler):
-    """Lets the model continue a text every so often.
+    """Periodically lets the model continue a text.
 
-    The text is logged, and written into ``<output_dir>/samples/<iteration>.txt``, with the number
-    that a checkpoint of the same weights has. If the trainer has an averaged model
-    (``trainer.ema``), that one writes. The random numbers are the same each time, so texts differ
-    by the weights alone.
+    The text is logged, and written to ``<output_dir>/samples/<iteration>.txt``, with the iteration
+    of a checkpoint of the same weights. If the trainer has an averaged model
+    (``trainer.ema``), that model writes. The random numbers are the same each time, so texts differ
+    only by the weights.
 
-    Register it on every rank: each one samples, since parts of a model may communicate; the main
+    Register it on every rank: all ranks sample, since a model may communicate; the main
     rank writes. A full disk is logged and does not end the run.
 
     Args:
-        period: in iterations; the last iteration samples too, and with 0 no other.
-        vocabulary: turns text into tokens and back; anything with its ``encode`` and ``decode``
-            will do.
+        period: the period in iterations; 0 samples only in the last iteration, which always does.
+        vocabulary: the vocabulary, or any object with its ``encode`` and ``decode``.
         output_dir: the folder of the run.
-        prompt: what the text begins with, not empty.
-        length: how many tokens to add, at least 1.
-        temperature: see :meth:`hooktrain.demos.TextGPT.generate`; models of another class
+        prompt: the beginning of the text, not empty.
+        length: the number of tokens to add, at least 1.
+        temperature: see :meth:`hooktrain.demos.TextGPT.generate`; models of other classes
             need such a method.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
 
     Raises:
-        ValueError: for a negative period.
+        ValueError: if the period is negative.
     """
 
     def __init__(
@@ -170,14 +169,14 @@ class TextSampler(PeriodicSampler):
         self._seed = seed
 
     def before_train(self) -> None:
-        """Refuse a model without ``generate`` before it has trained for hours."""
+        """Refuse a model without ``generate`` before hours of training."""
         model = unwrap_model(self.trainer.model)
         if not hasattr(model, "generate"):
             text = "TextSampler needs a model with a method generate"
             raise TypeError(f"{text}; {type(model).__name__} has none")
 
     def after_step(self) -> None:
-        """Sample where a period ends, and at the last iteration."""
+        """Sample at the end of a period, and in the last iteration."""
         if not self._period.is_due_or_last(self.trainer):
             return
         text = self.sample()
@@ -187,7 +186,7 @@ class TextSampler(PeriodicSampler):
             self.write(".txt", lambda path: _write(path, text))
 
     def sample(self) -> str:
-        """The prompt, and how the model continues it now."""
+        """The prompt and the model's current continuation."""
         prompt = self._vocabulary.encode(self._prompt)
         generator = torch.Generator().manual_seed(self._seed)
         with self.sampling() as model:
@@ -207,7 +206,8 @@ def write_png(path: Path, image: Tensor) -> None:
 
     Args:
         path: the file; its folder must exist.
-        image: shape (C, H, W), C 1 or 3; values in [0, 1] (others are clipped) or uint8.
+        image: an image of shape (C, H, W), where C is 1 or 3, with values in [0, 1] (others are
+            clipped) or uint8.
     """
     if image.is_floating_point():
         scaled = image.clamp(0, 1) * 255
@@ -216,7 +216,7 @@ def write_png(path: Path, image: Tensor) -> None:
     colour = {1: 0, 3: 2}[channels]  # grey, red-green-blue
     pixels = image.permute(1, 2, 0).cpu()
     rows = pixels.reshape(height, -1).numpy()
-    rows = np.pad(rows, ((0, 0), (1, 0)))  # each begins with its filter, 0 for none
+    rows = np.pad(rows, ((0, 0), (1, 0)))  # each row begins with its filter; 0 is none
     header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
     chunks = {b"IHDR": header, b"IDAT": zlib.compress(rows.tobytes()), b"IEND": b""}
     with atomic_write(path) as file:
@@ -233,21 +233,21 @@ def write_png(path: Path, image: Tensor) -> None:
 def make_grid(
     images: Tensor, columns: int = 10, scale: int = 1, padding: int = 1
 ) -> Tensor:
-    """Put images side by side into one, row by row, the first at the top left.
+    """Arrange images in a grid, row by row, starting at the top left.
 
     Args:
-        images: shape (N, C, H, W), N at least 1, values in [0, 1] or uint8.
-        columns: images in a row, at least 1; fewer if there are fewer images.
-        scale: draw each pixel as a square of this side, at least 1.
+        images: images of shape (N, C, H, W), at least one, with values in [0, 1] or uint8.
+        columns: the number of images in a row, at least 1; fewer if there are fewer images.
+        scale: the side of the square that shows a pixel, at least 1.
         padding: the width in pixels (before scaling) of the black lines between images and around
             the grid, at least 0.
 
     Returns:
-        Shape (C, height, width), on the images' device. Places without an image are black.
+        The grid, of shape (C, height, width), on the images' device. Empty cells are black.
     """
     columns = min(columns, len(images))
     missing = -len(images) % columns
-    # Each cell has its line at the top and left. The last lines are added at the end.
+    # Each cell has lines at its top and left. The lines at the bottom and right are added last.
     cells = F.pad(images, (padding, 0, padding, 0, 0, 0, 0, missing))
     cells = cells.view(-1, columns, *cells.shape[1:])
     grid = cells.permute(2, 0, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""A small language model of characters: its text, its data set, its evaluator."""
+"""A small language model of characters, with its text, its data set and its evaluator."""
 
 import math
 import re
@@ -22,18 +22,18 @@ IGNORED_TARGET = -1
 
 @lru_cache(maxsize=1)
 def load_python_docs() -> tuple[str, str]:
-    """The topics of Python's ``help()`` by their names, about 370,000 characters, cut in two.
+    """The topics of Python's ``help()``, about 370,000 characters, split into two parts.
 
-    Some topics repeat parts of others, so each paragraph is taken once: training sees nothing of
-    the held-out text. The text differs between versions of CPython: train, resume and evaluate with
-    the same one.
+    The topics are sorted by name. Some repeat parts of others, so each paragraph is taken once,
+    and training sees none of the held-out text. The text differs between versions of CPython, so
+    train, resume and evaluate with the same version.
 
     Returns:
-        The text to train on, some nine tenths of the characters; and the rest, which is held out.
+        The text to train on, about nine tenths of the characters; and the held-out rest.
 
     Raises:
-        ModuleNotFoundError: if this Python comes without ``pydoc_data.topics``, which is in the
-            whole standard library (on Debian and Ubuntu the package libpython3-stdlib).
+        ModuleNotFoundError: if this Python lacks ``pydoc_data.topics``, which is part of the
+            full standard library (on Debian and Ubuntu, the package libpython3-stdlib).
     """
     from pydoc_data.topics import topics
 
@@ -48,7 +48,7 @@ def load_python_docs() -> tuple[str, str]:
 
 
 def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
-    """Each paragraph once, whatever its indentation, with the empty line that ends it."""
+    """Each paragraph once, regardless of indentation, with the empty line that ends it."""
     paragraphs: dict[str, str] = {}
     for text in texts:
         for paragraph in re.split(r"\n\s*\n", text):
@@ -61,15 +61,15 @@ def _distinct_paragraphs(texts: Sequence[str]) -> list[str]:
 
 
 class CharVocabulary:
-    """The characters of a text, numbered from 1 on in the order of their code points.
+    """The characters of a text, numbered from 1 in the order of their code points.
 
-    Token 0 stands for every other character, and for the place before a text.
+    Token 0 stands for every other character, and for the position before a text.
 
     Args:
         text: the text whose characters are numbered.
 
     Attributes:
-        characters: those that have a token, in order.
+        characters: the characters that have a token, in order.
     """
 
     def __init__(self, text: str) -> None:
@@ -106,21 +106,21 @@ def python_docs_vocabulary() -> CharVocabulary:
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
-    """Pieces of a text, with the next character after each of theirs.
+    """Pieces of a text, with the next character of each position as its target.
 
     A sample is a dict of ``tokens`` and ``targets``, both int64 of shape (block_size,); targets
-    are the tokens one place further on. The first character of the text is predicted from token 0.
-    The targets of the last sample are filled up with ``IGNORED_TARGET``.
+    are the tokens shifted by one position. The first character of the text is predicted from token
+    0. The targets of the last sample are padded with ``IGNORED_TARGET``.
 
     Args:
         text: the text.
-        vocabulary: turns it into tokens.
-        block_size: characters in a sample, at least 1.
-        stride: characters from the start of one sample to that of the next, in
+        vocabulary: the vocabulary that turns it into tokens.
+        block_size: the number of characters in a sample, at least 1.
+        stride: the number of characters from the start of one sample to the start of the next, in
             [1, block_size]; with ``block_size`` each character is predicted once.
 
     Raises:
-        ValueError: for a stride out of range.
+        ValueError: if the stride is out of range.
     """
 
     def __init__(
@@ -156,15 +156,15 @@ class TextDataset(Dataset[dict[str, Tensor]]):
 
 
 class PythonDocs(TextDataset):
-    """One part of :func:`load_python_docs`, by the vocabulary of the training part.
+    """One part of :func:`load_python_docs`, in tokens of the training part's vocabulary.
 
     Args:
-        part: ``"train"``, with a sample for each place; or ``"heldout"``, with each character
+        part: ``"train"``, with a sample for each position; or ``"heldout"``, with each character
             predicted once.
         block_size: see :class:`TextDataset`.
 
     Raises:
-        ValueError: for another part, or a block size below 1.
+        ValueError: if the part is unknown, or the block size below 1.
     """
 
     def __init__(self, part: str, block_size: int) -> None:
@@ -190,23 +190,24 @@ SIZES = {
 class TextGPT(nn.Module):
     """A causal transformer: GPT-2's, with rotary positions (RoFormer, arXiv:2104.09864).
 
-    No layer has a bias. Weights are drawn from N(0, 0.02). Those that write into the residual
-    stream are drawn from N(0, 0.02 / sqrt(2 * depth)), as in GPT-2 (Radford et al. 2019).
+    No layer has a bias. Weights are drawn from N(0, 0.02), and those that write into the residual
+    stream from N(0, 0.02 / sqrt(2 * depth)), as in GPT-2 (Radford et al. 2019).
 
     Args:
-        vocab_size: how many tokens there are, at least 1.
-        block_size: the longest text that the model sees at a time, at least 1.
-        size: a name in ``SIZES``, or (depth, width, heads) with an even number of features a head.
-        dropout: the share of the embeddings, of the attention's weights and of the layers' outputs
-            that training leaves out, in [0, 1).
-        fused: whether one matrix gives queries, keys and values. Three can be
+        vocab_size: the number of tokens, at least 1.
+        block_size: the context length, at least 1.
+        size: a name in ``SIZES``, or (depth, width, heads) with an even number of features per
+            head.
+        dropout: the dropout probability of the embeddings, of the attention's weights and of the
+            layers' outputs, in [0, 1).
+        fused: whether a single matrix computes queries, keys and values. Three matrices can be
             divided by heads, as :mod:`hooktrain.demos.text_parallel` does.
 
     Attributes:
         blocks: the layers, a ``ModuleList`` of :class:`Block`.
 
     Raises:
-        ValueError: for another size.
+        ValueError: if the size is invalid.
     """
 
     def __init__(
@@ -232,11 +233,11 @@ class TextGPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights again, for example after the model left the meta device."""
+        """Initialise all weights, for example after the model has left the meta device."""
         additions = 2 * len(self.blocks)
         residual = 0.02 / math.sqrt(additions)
         for name, weight in self.named_parameters():
-            if weight.dim() == 1:  # of a norm
+            if weight.dim() == 1:  # the weight of a norm
                 weight.fill_(1.0)
             elif name.endswith(("attention_out.weight", "mlp_out.weight")):
                 weight.normal_(std=residual)
@@ -247,8 +248,9 @@ class TextGPT(nn.Module):
         """Compute the loss in training mode, logits in evaluation mode.
 
         Args:
-            batch: on any device: ``"tokens"``, int64, shape (N, T), in [0, vocab_size); and in
-                training mode ``"targets"`` of that shape, each the next token, or -1 for none.
+            batch: a dict, on any device: ``"tokens"``, int64 of shape (N, T), in [0, vocab_size);
+                and in training mode ``"targets"`` of that shape, each the next token, or -1 for
+                none.
 
         Returns:
             ``{"loss_lm": mean cross entropy in nats}``, or logits of shape (N, T, vocab_size).
@@ -278,26 +280,26 @@ class TextGPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue a text, one token after the other, each from the last ``block_size`` ones.
+        """Continue a text token by token, each predicted from the last ``block_size`` tokens.
 
         The model must be in evaluation mode.
 
         Args:
-            prompt: int64, shape (T,), at least one token.
-            count: how many tokens to add, at least 0.
-            temperature: the logits are divided by it; 0 always takes the likeliest token.
-            generator: of the random numbers, on the CPU; None is torch's global one.
+            prompt: the tokens to continue, int64 of shape (T,), at least one.
+            count: the number of tokens to add, at least 0.
+            temperature: the divisor of the logits; 0 always takes the most likely token.
+            generator: the random generator, on the CPU; None is torch's global one.
 
         Returns:
-            The prompt and what follows, int64 of shape (T + count,), on the CPU.
+            The prompt and its continuation, int64 of shape (T + count,), on the CPU.
         """
         tokens = prompt.cpu()
         for _ in range(count):
-            # The model is called by __call__, which a wrapper such as FSDP needs.
+            # Call the model itself, not its forward: FSDP needs __call__.
             seen = tokens[-self.block_size :]
             batch = {"tokens": seen.unsqueeze(0)}
             logits = self(batch)[0, -1]
-            # A host-device synchronisation for each token.
+            # A host-device synchronisation per token.
             logits = logits.float().cpu()
             if temperature == 0:
                 token = logits.argmax(keepdim=True)
@@ -310,11 +312,11 @@ class TextGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention, then a perceptron at each place, each added to its input.
+    """A layer: attention, then a perceptron at each position, each with a residual connection.
 
     Args:
-        width: features of a place.
-        heads: of the attention.
+        width: the number of features at a position.
+        heads: the number of heads of the attention.
         dropout: see :class:`TextGPT`.
         fused: see :class:`TextGPT`.
     """
@@ -337,11 +339,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Compute the layer's output, (N, T, width) as ``x``.
+        """Compute the layer's output, of the same shape (N, T, width) as ``x``.
 
         Args:
             x: the input.
-            rotation: cosines and sines of the places, shape (2, T, width / heads / 2).
+            rotation: cosines and sines of the positions, of shape (2, T, width / heads / 2).
         """
         attended = self._attend(self.attention_norm(x), rotation)
         x = x + self.dropout(attended)
@@ -351,8 +353,8 @@ class Block(nn.Module):
         return x + added
 
     def _attend(self, x: Tensor, rotation: Tensor) -> Tensor:
-        # (N, T, 3 * width) becomes three of (N, heads, T, width / heads). With tensor parallelism
-        # a rank has only some of the heads.
+        # (N, T, 3 * width) becomes three tensors of (N, heads, T, width / heads). With tensor
+        # parallelism a rank has only some of the heads.
         head_width = x.shape[-1] // self.heads
         parts = self.attention_in(x)
         parts = parts.unflatten(-1, (3, -1, head_width))
@@ -373,10 +375,10 @@ class Block(nn.Module):
 
 
 class ThreeLinears(nn.Module):
-    """Three matrices, one each for queries, keys and values.
+    """Separate matrices for queries, keys and values.
 
     Args:
-        width: features of a place.
+        width: the number of features at a position.
     """
 
     def __init__(self, width: int) -> None:
@@ -386,12 +388,12 @@ class ThreeLinears(nn.Module):
         self.value = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The three of them, one after the other: (N, T, 3 * width)."""
+        """Queries, keys and values, concatenated: (N, T, 3 * width)."""
         return torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
 
 
 def _rotation(length: int, width: int, device: torch.device) -> Tensor:
-    """Cosines and sines of all places and speeds. They are quick to compute, so none are kept."""
+    """Cosines and sines of all positions and frequencies, which are fast to compute each time."""
     features = torch.arange(0, width, 2, device=device)
     speeds = 10000.0 ** (-features / width)
     places = torch.arange(length, device=device)
@@ -400,7 +402,7 @@ def _rotation(length: int, width: int, device: torch.device) -> Tensor:
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair of features by the angles of its place, computed in float32 at least."""
+    """Rotate each pair of features by the angle of its position, in float32 or better."""
     cosine, sine = rotation
     a, b = x.chunk(2, dim=-1)
     parts = [a * cosine - b * sine, b * cosine + a * sine]
@@ -420,11 +422,12 @@ def _checked_size(size: str | tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 class BitsPerCharacterEvaluator(DatasetEvaluator):
-    """Computes the bits that a character of a text takes if a model's predictions encode it.
+    """Computes the bits per character of a text when it is encoded by a model's predictions.
 
-    It is the mean over all predicted characters, however they are divided into batches and among
-    ranks. Losses are summed in float64 (float32 on Apple's devices, which have no other), and stay
-    on the device of the outputs until the end, so a batch costs no host-device synchronisation.
+    This is the mean over all predicted characters, however they are divided into batches and among
+    ranks. Losses are summed in float64 (float32 on Apple's devices, which have no float64), and
+    stay on the device of the outputs until the end, so a batch costs no host-device
+    synchronisation.
     """
 
     def __init__(self) -> None:
@@ -440,11 +443,11 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
         """Take in one batch.
 
         Args:
-            inputs: the batch, with ``"targets"`` as :class:`TextDataset` makes them, (N, T).
-            outputs: logits, shape (N, T, C).
+            inputs: the batch, with ``"targets"`` as in :class:`TextDataset`, of shape (N, T).
+            outputs: logits of shape (N, T, C).
 
         Raises:
-            KeyError: the batch has no targets.
+            KeyError: if the batch has no targets.
         """
         device = outputs.device
         targets = inputs["targets"].flatten()
@@ -464,19 +467,19 @@ class BitsPerCharacterEvaluator(DatasetEvaluator):
         """Sum up the batches of all ranks. Collective.
 
         Returns:
-            ``{"text": {"bits_per_character": ..., "val_loss": ...}}``, the same on every rank to
+            ``{"text": {"bits_per_character": ..., "val_loss": ...}}``, equal on all ranks to
             the last bit. ``val_loss`` is the mean cross entropy, in nats.
 
         Raises:
-            ValueError: on every rank, if there was nothing to predict.
+            ValueError: on all ranks, if there was nothing to predict.
         """
-        # The transfers wait for the device: a host-device synchronisation, once an evaluation.
+        # The transfers wait for the device: a host-device synchronisation, once per evaluation.
         mine = (float(self._nats), int(self._characters))
         ranks = comm.all_gather(mine)
         nats, counts = zip(*ranks, strict=True)
         characters = sum(counts)
         if characters == 0:
-            raise ValueError("there is no character to predict, on any rank")
+            raise ValueError("no rank has a character to predict")
         loss = math.fsum(nats) / characters
         bits = loss / math.log(2)
         values = {"bits_per_character": bits, "val_loss": loss}

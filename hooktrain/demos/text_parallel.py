@@ -1,4 +1,4 @@
-"""The text model divided among ranks, by torch's tensor and sequence parallelism."""
+"""Divides the text model among ranks by torch's tensor and sequence parallelism."""
 
 from functools import partial
 
@@ -18,16 +18,17 @@ from hooktrain.demos.text import TextGPT
 def parallelize(model: TextGPT, mesh: DeviceMesh) -> None:
     """Divide a model among the ranks of the dimension ``"tensor"`` of a mesh.
 
-    Between the matrices each rank has all features of its part of the places. Inside them it has
-    its part of the features of all places (Megatron-LM, arXiv:2104.04473 and 2205.05198).
+    Inside the matrices, each rank has a part of the features of all positions; between them, it
+    has all features of a part of the positions (Megatron-LM, arXiv:2104.04473 and 2205.05198).
 
     Args:
-        model: one with ``fused=False``. Its heads and its vocabulary must be multiples of the
-            number of ranks.
+        model: a model with ``fused=False``. The numbers of its heads and of its tokens must be
+            multiples of the number of ranks.
         mesh: the mesh of :class:`hooktrain.strategy.FSDPStrategy`.
     """
     places = Shard(1)
-    # DTensors know their whole shape, so places need not be a multiple of the ranks.
+    # DTensors know their full shape, so the number of positions need not be a multiple of the
+    # number of ranks.
     to_places = partial(RowwiseParallel, output_layouts=places, use_local_output=False)
     plan = {
         "embedding": to_places(input_layouts=Replicate()),

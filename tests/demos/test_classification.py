@@ -99,7 +99,7 @@ def test_labels_and_outputs_that_do_not_fit_are_refused(
 SHARES: list[tuple[list[list[int]], str]] = [
     ([list(range(7)), list(range(7, 30))], ""),
     ([[], list(range(30))], ""),
-    ([[], []], "there is no sample to evaluate, on any rank"),
+    ([[], []], "no rank has a sample to evaluate"),
 ]
 
 
