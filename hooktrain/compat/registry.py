@@ -116,7 +116,7 @@ class Registry:
         """
         arguments = {**defaults, **cfg}
         if "type" not in arguments:
-            text = f"the registry {self.name!r} needs a dict with 'type', not {cfg!r}"
+            text = f"the registry {self.name!r} needs a dict with 'type', got {cfg!r}"
             raise KeyError(text)
         target = self.find(arguments.pop("type"))
         where = f"of the registry {self.name!r} with the keys {list(arguments)}"

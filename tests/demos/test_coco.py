@@ -115,7 +115,7 @@ def test_only_images_that_were_seen_count_and_nothing_found_is_zero() -> None:
     some = evaluator.evaluate()["bbox"]
     assert some != evaluator_of(list(range(IMAGES))).evaluate()["bbox"]
     evaluator.reset()
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError, match="no rank has an image"):
         evaluator.evaluate()
     nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0)}
     nothing["labels"] = torch.zeros(0, dtype=torch.int64)

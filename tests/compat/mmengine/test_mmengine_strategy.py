@@ -357,7 +357,7 @@ def test_rates_that_a_schedule_has_noted_already_are_not_scaled() -> None:
     model = Regression()
     wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     schedule = StepLR(wrapper, step_size=1)
-    with pytest.raises(RuntimeError, match="noted the learning rates"):
+    with pytest.raises(RuntimeError, match="before the learning rates were scaled"):
         scaling().prepare(
             model,
             optim_wrapper=wrapper,
