@@ -110,7 +110,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         correct = confusion.diagonal()
         total = images.sum().item()
         if total == 0:
-            raise ValueError("there is no sample to evaluate, on any rank")
+            raise ValueError("no rank has a sample to evaluate")
 
         by_class = 100 * correct / images  # nan for a class without samples
         self._log_table(images, correct, by_class)
