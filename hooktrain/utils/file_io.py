@@ -49,7 +49,7 @@ def lock_folder(folder: AnyPath) -> None:
         RuntimeError: if another process holds the lock.
         OSError: if the folder does not exist or cannot be written to.
     """
-    path = Path(folder).resolve(strict=True) / ".lock"
+    path = Path(folder).resolve() / ".lock"
     if path in _locks and _locks[path].is_locked:  # a forked child's copy is not locked
         return
     path.touch()

@@ -21,6 +21,7 @@ from hooktrain.utils.file_io import (
     lock_folder,
     replacing,
     sweep,
+    temporary_path,
     unlock_folder,
 )
 
@@ -54,15 +55,25 @@ def test_a_new_file_takes_its_place_when_the_block_ends(
     assert names(tmp_path) == ["a.bin"]
 
 
-@pytest.mark.parametrize("error", [ValueError("poison"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("poison"),
+        KeyboardInterrupt(),
+        OSError("without a number"),
+        OSError(errno.ENOENT, "missing", "another file"),
+    ],
+)
 def test_an_error_in_the_block_leaves_the_old_file(
     tmp_path: Path, error: BaseException
 ) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
+    message = str(error)
     with pytest.raises(type(error)) as caught:
         write(path, b"new", then=error)
     assert caught.value is error
+    assert str(error) == message
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a.bin"]
 
@@ -89,6 +100,30 @@ def test_a_failure_at_any_call_leaves_the_old_file_alone(
     assert caught.value.errno == errno.EIO
     assert names(tmp_path) == before
     assert old is None or path.read_bytes() == old
+
+
+def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "a", "old")
+    with pytest.raises(IsADirectoryError, match="/a'"):
+        write(path, b"new")
+    assert names(tmp_path) == ["a"]
+    assert (path / "file").read_text() == "old"
+
+
+def test_what_a_killed_process_of_the_same_number_has_left_is_in_nothing_new(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a"
+    folder_of(temporary_path(path), "half")
+    with replacing(path) as temporary:
+        temporary.mkdir()
+    assert names(path) == []
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    write(tmp_path / "a.bin", b"new")
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_the_file_reaches_the_disk_before_its_name(
@@ -163,6 +198,8 @@ OWNER = "-hooktrain-1-host-2.example"
 def test_what_a_killed_process_has_left_is_swept_by_who_locks_the_folder(
     tmp_path: Path,
 ) -> None:
+    host = socket.gethostname()
+    (tmp_path / f".e.tmp-hooktrain-{2**64}-{host}").touch()  # no process has this number
     others = [f".tmp{OWNER}", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}", "model.pth"]
     # Names with a date are of other programs.
     others += ["notes.txt.old-2026-11-23", "b.old-2026-11-23", ".n.tmp-2026-11-23"]
@@ -342,6 +379,12 @@ def test_a_folder_in_use_is_refused_until_that_process_is_gone(tmp_path: Path) -
             lock_folder(tmp_path)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_that_is_missing_is_not_locked(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="/missing/"):
+        lock_folder(tmp_path / "missing")
+    assert names(tmp_path) == []
 
 
 FORKED = """
