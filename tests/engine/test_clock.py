@@ -1,5 +1,6 @@
 """Periods in time: they end by the seconds of the steps, on all ranks alike."""
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from gloo import run_ranks
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase
+from hooktrain.engine.clock import Clock
 from hooktrain.engine.hooks import (
     BestCheckpointer,
     CallbackHook,
@@ -181,6 +183,24 @@ def test_the_wait_for_the_device_is_part_of_the_steps() -> None:
     assert round(times.avg(10), 4) == 0.02
     assert due == [50, 100, 150, 200]
     assert round(trainer.clock.own, 2) == 4.0
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("saved", [{"now": 700.0}, {}])  # older ones have no "now"
+def test_a_period_that_a_resume_loads_has_not_passed_once_more(
+    is_shared: bool, saved: dict[str, float]
+) -> None:
+    clock = Clock()
+    clock.is_shared = is_shared
+    clock.load_state_dict({"step": 700.0, **saved})
+    passed = [clock.has_passed(Fraction(600))]
+    clock.advance()
+    passed.append(clock.has_passed(Fraction(600)))
+    for seconds in (750.0, 1300.0):
+        clock.own = clock.agreed = seconds
+        clock.advance()
+        passed.append(clock.has_passed(Fraction(600)))
+    assert passed == [False, False, False, True]
 
 
 def test_the_clock_goes_on_in_a_resumed_run() -> None:

@@ -282,6 +282,35 @@ def test_a_run_that_begins_anew_is_not_compared_with_rows_that_its_writer_has_cu
     assert caplog.messages == []
 
 
+def test_the_last_row_of_a_run_that_ended_is_not_missed_by_one_that_goes_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text('{"a": 1.0, "iteration": 7}\n{"a": 2.0, "iteration": 9}\n')
+    writer = JSONWriter(path)
+    with EventStorage(9) as storage, caplog.at_level(logging.INFO):
+        writer.rewind(5)
+        storage.put_scalar("a", 2.0)
+        writer.write()
+    assert caplog.messages[1:] == ["Resumed exactly: 1 rows computed again are equal"]
+
+
+def test_a_metric_that_came_after_a_save_comes_again(path: Path) -> None:
+    state: dict[str, Any] = {}
+    for _ in range(2):
+        writer = JSONWriter(path)
+        with EventStorage() as storage:
+            if state:
+                storage.load_state_dict(state)
+                writer.rewind(1)
+            else:
+                storage.put_scalar("a", 1.0)
+                writer.write()
+                state = storage.state_dict()
+            storage.put_scalar("late", 2.0, cur_iter=0)
+            writer.write()
+    assert lines(path) == [{"a": 1.0, "iteration": 0}, {"iteration": 0, "late": 2.0}]
+
+
 def test_a_metric_that_a_resumed_run_no_longer_writes_is_named(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

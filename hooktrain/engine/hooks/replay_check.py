@@ -17,7 +17,6 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.trainers import SimpleTrainer
 from hooktrain.events import EventStorage
 from hooktrain.model.wrappers import unwrap_model
-from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils import comm
 from hooktrain.utils.periods import Period, PeriodLike
 from hooktrain.utils.tensors import (
@@ -112,8 +111,7 @@ class ReplayCheck(HookBase):
         first = list(_computed(model, losses))
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
-        for wrapper in by_name(trainer.optim_wrapper).values():
-            wrapper.inner_count -= wrapper.accumulative_counts
+        trainer.optim_wrapper.inner_count -= len(taken)
         # With CUDA graphs these take the place of the first ones. Metrics that the model records
         # were recorded by the first pass.
         with EventStorage(trainer.iter):

@@ -301,6 +301,18 @@ def test_a_step_that_is_not_deterministic_is_told_as_that_in_the_first_check() -
     assert trainer.iter == 5
 
 
+def test_of_many_ranks_whose_steps_differ_the_first_eight_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comm, "on_all_ranks", lambda function: [function()] * 20)
+    model = OwnGenerator()
+    trainer = SimpleTrainer(model, batches(4), plain(model))
+    trainer.register_hooks([ReplayCheck(5)])
+    with pytest.raises(RuntimeError) as error:
+        trainer.train(max_iter=20)
+    assert str(error.value).count("rank 0") == 8
+
+
 def test_what_cannot_be_computed_twice_is_refused() -> None:
     gan = Two()
     wrappers = OptimWrapperDict(one=plain(gan.one), two=plain(gan.two))
