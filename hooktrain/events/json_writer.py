@@ -218,9 +218,9 @@ def load_json_metrics(path: AnyPath) -> list[Row]:
 
 
 def encode_row(line: Row) -> str:
-    """The text of a row. Numbers in it that are not finite are replaced by their names."""
+    """The text of a row of numbers. Those that are not finite are replaced by their names."""
     for name, value in line.items():
-        if isinstance(value, float) and not math.isfinite(value):
+        if not math.isfinite(value):
             line[name] = str(value)
     return _encoder.encode(line) + "\n"
 

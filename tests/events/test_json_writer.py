@@ -141,12 +141,14 @@ def test_a_run_that_starts_later_keeps_the_complete_lines_before_it(
 ) -> None:
     good = '{"iteration": 19, "loss": 1.0}\n{"iteration": 29, "loss": "nan"}\n'
     path.write_text(
-        good + "[1, 2]\n{}\n" + '{"iteration": 30, "loss": 2.0}\n{"iteration": 40, "lo'
+        good
+        + '[1, 2]\n{}\n{"iteration": null}\n'
+        + '{"iteration": 30, "loss": 2.0}\n{"iteration": 40, "lo'
     )
     with EventStorage(30):
         JSONWriter(path).rewind(30)
     assert path.read_text() == good
-    assert caplog.text.count("is incomplete and left out") == 3
+    assert caplog.text.count("is incomplete and left out") == 4
     assert sorted(p.name for p in path.parent.iterdir()) == [".lock", "metrics.json"]
 
 
@@ -370,6 +372,14 @@ def test_the_mean_loss_is_that_of_the_first_loss_of_the_training(
         JSONWriter(path).write()
     (row,) = lines(path)
     assert row.get("mean_loss") == (3.0 if hint else None)
+
+
+def test_a_mean_loss_of_the_user_stays(path: Path) -> None:
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.put_scalar("mean_loss", 5.0, smoothing_hint=False)
+        JSONWriter(path).write()
+    assert lines(path) == [{"iteration": 0, "loss": 1.0, "mean_loss": 5.0}]
 
 
 def test_two_files_of_one_name_are_refused(path: Path) -> None:
