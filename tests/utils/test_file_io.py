@@ -198,8 +198,8 @@ OWNER = "-hooktrain-1-host-2.example"
 def test_what_a_killed_process_has_left_is_swept_by_who_locks_the_folder(
     tmp_path: Path,
 ) -> None:
-    host = socket.gethostname()
-    (tmp_path / f".e.tmp-hooktrain-{2**64}-{host}").touch()  # no process has this number
+    unknown = f"{2**64}-{socket.gethostname()}"  # no process has this number
+    (tmp_path / f".e.tmp-hooktrain-{unknown}").touch()
     others = [f".tmp{OWNER}", ".a.bin.tmp-1", f"a.bin.tmp{OWNER}", "model.pth"]
     # Names with a date are of other programs.
     others += ["notes.txt.old-2026-11-23", "b.old-2026-11-23", ".n.tmp-2026-11-23"]
