@@ -80,7 +80,7 @@ def test_a_label_may_be_among_the_highest_logits() -> None:
 @pytest.mark.parametrize(
     ("labels", "shape", "message"),
     [
-        ([], (0, 3), "no sample"),
+        ([], (0, 3), "no rank has a sample"),
         ([0, 0], (3,), r"\(N, 3\)"),
         ([0, 0], (2, 4), r"\(N, 3\)"),
         ([0, 0, 0], (2, 3), "batch_size"),
