@@ -175,6 +175,21 @@ def test_of_another_users_run_all_can_be_read_and_nothing_written(
     assert after == before
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_the_root_of_a_disk_with_its_lost_and_found_is_an_output_folder(
+    open_folder: Path,
+) -> None:
+    disk = open_folder / "disk"
+    disk.mkdir()
+    os.chown(disk, NOBODY, NOBODY)
+    (disk / "lost+found").mkdir(mode=0o700)
+    printed = open_folder / "printed"
+    for options in ([], ["--resume", "train.max_iter=5"]):
+        code, said = run_as_another_user(printed, *train(disk, *options))
+        assert code == 0, said
+    assert len(losses(disk)) == 5
+
+
 def test_five_thousand_checkpoints_cost_little_time_at_a_start_and_a_save(
     tmp_path: Path,
 ) -> None:

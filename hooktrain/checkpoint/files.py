@@ -70,9 +70,12 @@ class CorruptCheckpointError(RuntimeError):
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Whether there is a folder of shards, intact or not. One with a hidden name does not count."""
+    """Whether there is a folder of shards, intact or not.
+
+    A hidden one does not count, nor does the ``lost+found`` of a disk, which only root can read.
+    """
     path = Path(path)
-    if path.name.startswith("."):
+    if path.name.startswith((".", "lost+found")):
         return False
     return any((path / name).is_file() for name in (STATE, MANIFEST))
 

@@ -65,8 +65,11 @@ def lock_folder(folder: AnyPath) -> None:
             "wait for it to end, or choose another output folder"
         ) from None
     except OSError as error:
-        message = "Cannot lock %s (%s): make sure that no other run writes there"
-        logger.warning(message, folder, error)
+        logger.warning(
+            "Cannot lock %s (%s): make sure that no other run writes there",
+            folder,
+            error,
+        )
         return
     path.write_text(_owner())
     _locks[path] = lock
