@@ -3,12 +3,11 @@
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import combinations
 from operator import setitem
-from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -112,9 +111,9 @@ def full_tensors(state: Any) -> Any:
 def map_leaves(function: Callable[[Keys, Any], Any], data: Any, path: Keys = ()) -> Any:
     """Copy nested containers, with ``function(path, leaf)`` in place of each leaf.
 
-    Containers are mappings, lists, deques, tuples, dataclasses and SimpleNamespaces without a
-    method ``to``. They keep their types and attributes, such as the ``_metadata`` of a state;
-    tuples keep their type.
+    Containers are mutable mappings, lists, deques, tuples and dataclasses without a method ``to``.
+    They keep their types and attributes, such as the ``_metadata`` of a state; tuples keep their
+    type.
 
     Args:
         function: a function of the path to a leaf, which consists of keys, indices and field
@@ -133,14 +132,12 @@ def _items(data: Any) -> Iterable[tuple[Any, Any]] | None:
     """The items of a container with their keys, indices or names; None for a leaf."""
     if callable(getattr(data, "to", None)):
         return None
-    if isinstance(data, Mapping):
+    if isinstance(data, MutableMapping):
         return data.items()
     if isinstance(data, list | tuple | deque):
         return enumerate(data)
     if is_dataclass(data):
         return [(field.name, getattr(data, field.name)) for field in fields(data)]
-    if isinstance(data, SimpleNamespace):
-        return vars(data).items()
     return None
 
 
@@ -150,13 +147,10 @@ def _with_items(data: Any, items: dict[Any, Any]) -> Any:
     if isinstance(data, tuple):
         make = getattr(kind, "_make", partial(kind.__new__, kind))  # of a namedtuple
         return make([*items.values()])
-    is_mutable = hasattr(data, "__setitem__")
-    if isinstance(data, Mapping) and not is_mutable:  # such as a MappingProxyType
-        return kind(items)
     # The container is copied, since not every class can be called with its items.
     changed = copy.copy(data)
     # The attributes of a dataclass may be frozen.
-    put = setitem if is_mutable else object.__setattr__
+    put = setitem if hasattr(data, "__setitem__") else object.__setattr__
     for key, item in items.items():
         put(changed, key, item)
     return changed
