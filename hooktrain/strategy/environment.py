@@ -295,16 +295,13 @@ def choose_device(wanted: Device | None = None) -> torch.device:
             :func:`join_processes` sets for each rank.
 
     Raises:
-        ValueError: if this machine has no such device.
-        RuntimeError: if the name is unknown.
+        RuntimeError: if the name is unknown, or names an accelerator and there is none.
     """
-    cpu = torch.device("cpu")
-    there = torch.accelerator.current_accelerator(check_available=True) or cpu
-    device = torch.device(there if wanted is None else wanted)
+    if wanted is None:
+        wanted = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = torch.device(wanted)
     if device.type == "cpu":
-        return cpu
-    if device.type != there.type:
-        raise ValueError(f"device={str(wanted)!r} is not available: use {there}")
+        return torch.device("cpu")
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     return torch.device(device.type, torch.accelerator.current_device_index())

@@ -307,15 +307,14 @@ def test_an_unknown_setting_is_refused() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="'hpu'"):
-        SingleDeviceStrategy(device="hpu").setup()
+    # Torch's own error is another one on a machine with an accelerator.
+    with pytest.raises((RuntimeError, ImportError), match="accelerator|hpu"):
+        SingleDeviceStrategy(device="hpu").prepare(torch.nn.Linear(1, 1))
 
 
 def test_the_number_0_is_an_accelerator_and_not_left_out() -> None:
     # A build of torch for CUDA knows which accelerator would have this number.
-    with pytest.raises(
-        (RuntimeError, ValueError), match=r"accelerator|'0' is not avail"
-    ):
+    with pytest.raises(RuntimeError, match="accelerator"):
         joining.choose_device(0)
 
 
