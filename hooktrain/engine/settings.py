@@ -48,7 +48,7 @@ def train_settings() -> dict[str, Any]:
             find_unused_parameters=False,
             fp16_compression=False,
         ),
-        sync_bn=None,  # "torch": the statistics of batch norms are over the batches of all ranks
+        sync_bn=False,  # whether batch norms compute statistics over the batches of all ranks
         ema=dict(enabled=False, decay=0.999),
         checkpointer=dict(
             period=5000,

@@ -50,7 +50,7 @@ class BaseStrategy:
 
     Args:
         device: the device, such as ``"cpu"`` or ``"cuda:1"``; see :func:`choose_device`.
-        sync_bn: ``"torch"`` computes the statistics of batch norms over the batches of all ranks,
+        sync_bn: whether to compute the statistics of batch norms over the batches of all ranks,
             by :class:`torch.nn.SyncBatchNorm`, which needs accelerators.
         activation_checkpointing: the modules that recompute their activations in the backward
             pass to save memory: classes or their names, such as ``["Block"]``, or a function of
@@ -70,7 +70,6 @@ class BaseStrategy:
 
     Raises:
         TypeError: if an argument is unknown.
-        ValueError: if ``sync_bn`` is unknown.
     """
 
     launcher: Launcher
@@ -83,14 +82,11 @@ class BaseStrategy:
         self,
         *,
         device: Device | None = None,
-        sync_bn: str | None = None,
+        sync_bn: bool = False,
         activation_checkpointing: WrapRule = (),
         ddp: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        # A single process never converts the model, so a wrong name would go unnoticed.
-        if sync_bn not in (None, "torch"):
-            raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self.environment = Environment(**settings)
         self.sync_bn = sync_bn
         self.activation_checkpointing = activation_checkpointing
@@ -207,7 +203,7 @@ class BaseStrategy:
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Convert batch norms to synchronised ones if ``sync_bn`` is set."""
-        if self.sync_bn is None or self.world_size == 1:
+        if not self.sync_bn or self.world_size == 1:
             return model
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
 

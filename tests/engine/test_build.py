@@ -183,12 +183,12 @@ def test_what_the_configuration_says_reaches_a_strategy_however_it_is_given(
     tmp_path: Path,
 ) -> None:
     cfg = LazyConfig.load(CONFIGS / "digits_cnn.py")
-    cfg.train.update(output_dir=str(tmp_path), seed=7, sync_bn="torch")
+    cfg.train.update(output_dir=str(tmp_path), seed=7, sync_bn=True)
     for given in ("DDPStrategy", LazyCall(DDPStrategy)()):
         cfg.train.strategy = given
         made = prepare_model(cfg)[0]
         assert isinstance(made, DDPStrategy)
-        assert (made.seed, made.sync_bn) == (7, "torch")
+        assert (made.seed, made.sync_bn) == (7, True)
     cfg.train.strategy = made
     with pytest.raises(TypeError, match="DDPStrategy object"):
         prepare_model(cfg)[0]

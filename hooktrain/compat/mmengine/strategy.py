@@ -78,6 +78,7 @@ class BaseStrategy(strategy.BaseStrategy):
             ``base_batch_size``. The number of one rank is
             ``train_micro_batch_size_per_gpu`` in ``dispatch_kwargs``. Gradient
             accumulation does not count.
+        sync_bn: ``"torch"`` or None.
         kwargs: see :class:`hooktrain.strategy.BaseStrategy`.
 
     Attributes:
@@ -89,6 +90,7 @@ class BaseStrategy(strategy.BaseStrategy):
     Raises:
         TypeError: for an unknown name in ``env_kwargs``, or if this base class is
             instantiated.
+        ValueError: for another ``sync_bn``.
     """
 
     optim_wrapper: Wrappers
@@ -102,12 +104,15 @@ class BaseStrategy(strategy.BaseStrategy):
         env_kwargs: Mapping[str, Any] | None = None,
         log_kwargs: Mapping[str, Any] | None = None,
         auto_scale_lr: Mapping[str, Any] | None = None,
+        sync_bn: Any = None,
         **kwargs: Any,
     ) -> None:
         if type(self) is BaseStrategy:
             raise TypeError("use SingleDeviceStrategy, DDPStrategy or FSDPStrategy")
+        if sync_bn not in (None, "torch"):
+            raise ValueError(f"sync_bn must be 'torch' or None, but got {sync_bn!r}")
         self._env_kwargs = env_kwargs or {}
-        super().__init__(**_settings(self._env_kwargs), **kwargs)
+        super().__init__(**_settings(self._env_kwargs), sync_bn=sync_bn, **kwargs)
         self.work_dir = os.path.abspath(on_disk(work_dir))
         self.timestamp = time.strftime("%Y%m%d_%H%M%S")
         self.dispatch_kwargs: dict[str, Any] = {}

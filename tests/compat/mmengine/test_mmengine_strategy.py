@@ -659,6 +659,13 @@ def test_states_are_loaded_one_by_one(tmp_path: Path) -> None:
     assert second.scheduler_state_dict() == first.scheduler_state_dict()
 
 
+def test_the_synchronised_batch_norm_of_another_package_is_refused() -> None:
+    assert SingleDeviceStrategy(sync_bn="torch").sync_bn
+    assert not SingleDeviceStrategy().sync_bn
+    with pytest.raises(ValueError, match="'mmcv'"):
+        SingleDeviceStrategy(sync_bn="mmcv")
+
+
 def test_another_form_of_saved_states_is_refused() -> None:
     with pytest.raises(ValueError, match="'shraded'"):
         FSDPStrategy(state_dict_cfg="shraded")
