@@ -14,7 +14,6 @@ from hooktrain.model.sharding import Precision, WrapRule
 from hooktrain.strategy.base import BaseStrategy, ModelSource
 from hooktrain.strategy.environment import choose_device
 from hooktrain.utils import comm
-from hooktrain.utils.names import locate
 from hooktrain.utils.tensors import Tensors
 
 # Ranks of the last dimensions are adjacent, since they communicate in each layer.
@@ -51,11 +50,10 @@ class FSDPStrategy(BaseStrategy):
         mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"`` and ``"tensor"``.
             By default ``"shard"`` has all remaining ranks.
             ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
-        parallelize: a function of the model and the mesh, or its dotted name, called before the
-            model is sharded. It changes the model, or returns a new one, typically by torch's
-            ``parallelize_module`` over ``mesh["tensor"]``; it may also compile modules or
-            checkpoint activations. Modules for which it calls ``fully_shard`` are not sharded
-            again.
+        parallelize: a function of the model and the mesh, called before the model is sharded. It
+            changes the model, or returns a new one, typically by torch's ``parallelize_module``
+            over ``mesh["tensor"]``; it may also compile modules or checkpoint activations. Modules
+            for which it calls ``fully_shard`` are not sharded again.
         kwargs: see :class:`BaseStrategy`.
 
     Attributes:
@@ -81,7 +79,7 @@ class FSDPStrategy(BaseStrategy):
         deferred_init: bool = False,
         saves_shards: bool = False,
         mesh: Mapping[str, int] | None = None,
-        parallelize: Callable[..., Any] | str | None = None,
+        parallelize: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -93,8 +91,6 @@ class FSDPStrategy(BaseStrategy):
         }
         self.mesh_sizes = dict(mesh or {})
         self.parallelize: Any = parallelize
-        if isinstance(parallelize, str):
-            self.parallelize = locate(parallelize)
         self.deferred_init = deferred_init
         self.saves_shards = saves_shards
 

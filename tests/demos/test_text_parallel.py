@@ -17,6 +17,7 @@ from hooktrain.checkpoint.loading import load_model_state
 from hooktrain.config import LazyCall
 from hooktrain.data import build_test_loader
 from hooktrain.demos.text import TextGPT
+from hooktrain.demos.text_parallel import parallelize
 from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.model import ExponentialMovingAverage
 from hooktrain.strategy import FSDPStrategy, SingleDeviceStrategy
@@ -25,8 +26,7 @@ from hooktrain.utils.tensors import full_tensors, local_tensor
 from sharding_toys import DATA, Run, resumed_run, saved_run
 
 CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(1, 16, 2), fused=False)
-PLAN = "hooktrain.demos.text_parallel.parallelize"
-DIVIDED = {"config": CONFIG, "parallelize": PLAN, "mesh": {"tensor": 2}}
+DIVIDED = {"config": CONFIG, "parallelize": parallelize, "mesh": {"tensor": 2}}
 SHARDED = {"config": CONFIG, "mesh": {"tensor": 1}}
 SHARDS = {"saves_shards": True}
 
@@ -228,7 +228,7 @@ def collectives_of_a_step(ranks: int, folder: Path) -> tuple[Any, int, Counter[s
     # Collectives return at once, with nothing from the others.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        run = Run(FSDPStrategy, str(folder), config, parallelize=PLAN, mesh=mesh)
+        run = Run(FSDPStrategy, str(folder), config, parallelize=parallelize, mesh=mesh)
         run.train(slice(1))
         with Collectives() as counted:
             run.train(slice(1, 2))
