@@ -308,7 +308,7 @@ def test_an_unknown_setting_is_refused() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     # Torch's own error is another one on a machine with an accelerator.
-    with pytest.raises((RuntimeError, ImportError), match="accelerator|hpu"):
+    with pytest.raises((RuntimeError, ImportError), match=r"accelerator|hpu"):
         SingleDeviceStrategy(device="hpu").prepare(torch.nn.Linear(1, 1))
 
 
