@@ -27,7 +27,6 @@ from hooktrain.data.samplers import (
     InferenceSampler,
     StreamSampler,
     TrainingSampler,
-    draw_seed,
     is_undivided,
     with_epochs,
 )
@@ -326,7 +325,7 @@ def build_train_loader(
             )
         seed, adopt_seed = sampler.seed, sampler.adopt_seed
     elif seed is None:
-        seed = draw_seed()
+        seed = comm.shared_random_seed()
     return TrainLoader(dataset, sampler, total_batch_size, seed, adopt_seed, options)
 
 

@@ -21,11 +21,6 @@ _CHUNK = 4096
 _64_BITS = 2**64 - 1
 
 
-def draw_seed() -> int:
-    """Draw a number in [0, 2^31) from torch's global generator of rank 0. Collective."""
-    return comm.broadcast(int(torch.randint(2**31, (), device="cpu")))
-
-
 def is_undivided(sampler: Any) -> bool:
     """Whether a sampler gives all indices on each rank, as torch's for a single process do."""
     order = getattr(type(sampler), "__iter__", None)
@@ -63,7 +58,7 @@ class StreamSampler(Sampler[int]):
     def __init__(self, seed: int | None) -> None:
         self.adopt_seed = seed is None
         if seed is None:
-            seed = draw_seed()
+            seed = comm.shared_random_seed()
         self.seed = int(seed)
         # These are kept, since a spawned worker process does not know its rank.
         self._rank = comm.data_parallel_rank()

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -192,8 +191,8 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
 
 
 def shared_random_seed() -> int:
-    """A number in [0, 2^31), drawn from numpy's global generator on rank 0. Collective."""
-    return broadcast(int(np.random.randint(2**31)))
+    """A number in [0, 2^31), drawn from torch's global generator on rank 0. Collective."""
+    return broadcast(int(torch.randint(2**31, (), device="cpu")))
 
 
 def object_group(timeout: Any = None) -> ProcessGroup:

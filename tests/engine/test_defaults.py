@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -139,7 +138,7 @@ def test_a_run_goes_on_with_the_seed_that_it_has_drawn(
     folder: Path, restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(output: Path, seed: int | None, stop: int, **args: bool) -> Any:
-        np.random.seed(stop)  # each process draws another seed
+        torch.manual_seed(stop)  # each process draws another seed
         cfg = config(output, f"train.seed={seed}")
         default_setup(cfg, Namespace(**args))
         return resume_up_to(stop, cfg)

@@ -28,8 +28,10 @@ def exchange() -> None:
     assert values.tolist() == [4.0, 6.0]
     assert comm.any_rank(rank == 3)
     assert not comm.any_rank(False)
-    np.random.seed(rank)
-    assert comm.shared_random_seed() == np.random.RandomState(0).randint(2**31)
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(0)
+    expected = int(torch.randint(2**31, (), generator=generator))
+    assert comm.shared_random_seed() == expected
     comm.synchronize()
 
     # Groups are given by the ranks of the whole run.
