@@ -18,6 +18,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hooktrain.utils.logger import log_once
+
 torch.set_num_threads(1)
 
 
@@ -26,6 +28,11 @@ def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_logged() -> None:
+    log_once.cache_clear()
 
 
 @pytest.fixture

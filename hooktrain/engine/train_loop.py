@@ -28,6 +28,7 @@ from hooktrain.events import EventStorage
 from hooktrain.solver.checks import Version
 from hooktrain.utils import comm
 from hooktrain.utils.env import in_one_thread, seed_step
+from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import State, as_list
 from hooktrain.utils.periods import end_of_run
 
@@ -201,6 +202,7 @@ class TrainerBase:
             self.storage = EventStorage(start_iter)
         self.iter = self.start_iter = start_iter
         self.max_iter = max_iter
+        log_once.cache_clear()
         with in_one_thread(), self.storage:
             try:
                 self.before_train()

@@ -407,7 +407,7 @@ class SimpleTrainer(ModelTrainer):
 
         Returns:
             A number of at least 0, or a tensor with one element. It may be 0, if the loss is finite
-            then. If all weights of an iteration are 0, a warning says so once.
+            then. If all weights of an iteration are 0, a warning says so, once a run.
         """
         return 1
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from hooktrain.evaluation.testing import Results, log_once
+from hooktrain.evaluation.testing import Results
 from hooktrain.model.sharding import is_unit
 from hooktrain.model.wrappers import call_model
 from hooktrain.utils import comm, timer
-from hooktrain.utils.logger import pretty_seconds
+from hooktrain.utils.logger import log_once, pretty_seconds
 from hooktrain.utils.names import add_note, did_you_mean
 from hooktrain.utils.tensors import (
     Device,
@@ -260,7 +260,7 @@ def targets_of(batch: Any, key: str | int) -> Any:
     if isinstance(batch, tuple | list) and isinstance(key, str):
         if len(batch) > 2:
             log_once(
-                logging.INFO,
+                logger.info,
                 f"The targets are the last of {len(batch)} items of a batch; target_key=1 (or "
                 "label_key=1) takes the second",
             )
@@ -440,7 +440,7 @@ def _warn_of_samples(loader: Any) -> None:
         given -= length_hint(loader.sampler) % (loader.batch_size or 1)
     if given != size:
         log_once(
-            logging.WARNING,
+            logger.warning,
             f"The loader gives not each of its {size} samples once: build_test_loader() does, "
             "without drop_last",
         )

@@ -3,14 +3,12 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any
 
+from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import Numbers
 
 logger = logging.getLogger(__name__)
-# Each message once in a process: log_once(logging.WARNING, message).
-log_once = cache(logger.log)
 
 # What an evaluation returns: metrics by name, or by task and name.
 Results = dict[str, Any]
@@ -91,7 +89,7 @@ def flatten_results_dict(results: Mapping[str, Any]) -> Results:
 
 
 def as_numbers(results: Mapping[str, Any]) -> Numbers:
-    """The results that are numbers, in a flat dictionary. A warning names the others once.
+    """The results that are numbers, in a flat dictionary. A warning names the others, once a run.
 
     Raises:
         TypeError: if the results are not a dictionary.
@@ -109,7 +107,7 @@ def as_numbers(results: Mapping[str, Any]) -> Numbers:
             left_out.append(name)
     if left_out:
         log_once(
-            logging.WARNING,
+            logger.warning,
             f"Results that are not a number are left out: {left_out}. Of several numbers return "
             "the mean, or each under a name (torchmetrics' ClasswiseWrapper)",
         )

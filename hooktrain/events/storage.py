@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from hooktrain.events import media
 from hooktrain.events.history import Entry, HistoryBuffer
+from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import Numbers, State
 
 Scalar = float | np.generic | media.Array  # with one element
@@ -29,6 +29,11 @@ _RESERVED = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
 
 # In the earliest checkpoints all other metrics that are not smoothed are results of evaluations.
 _NOT_SMOOTHED = ("lr", "eta_seconds", "skipped_updates")
+
+_TWICE = (
+    "%r has two values in one iteration, which are kept as if they were of one kind: let one have "
+    "another name"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +139,12 @@ class EventStorage:
         if cur_iter is None:
             cur_iter = self.iter
             if cur_iter == self.written:
-                _tell_late(name)
+                log_once(
+                    logger.info,
+                    "The metric %r is put after the writers, so it comes in a row of its own, a "
+                    "period later: put it earlier, such as in a hook of the phase 'run'",
+                    name,
+                )
         pending = history.pending
         pending.append((value, cur_iter))
         if len(pending) >= _MAX_PENDING:
@@ -188,7 +198,7 @@ class EventStorage:
                 known[name] = HistoryBuffer(result=name)
                 self._name_result(known[name])
             if any(other != value for other, _ in known[name].since(iteration)):
-                _tell_twice(name)
+                log_once(logger.warning, _TWICE, name)
             known[name].update(value, iteration)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
@@ -376,7 +386,7 @@ class EventStorage:
                 # The trainer puts these in each iteration.
                 iterations = pending[-1][1] - pending[0][1] + 1
                 if name in _RESERVED and len(pending) > iterations:
-                    _tell_twice(name)
+                    log_once(logger.warning, _TWICE, name)
                 history.extend(pending)
                 pending.clear()
 
@@ -389,21 +399,3 @@ class EventStorage:
         for history in self._histories.values():
             history.pending = [(fetched.get(v, v), i) for v, i in history.pending]
         self._tensors.clear()
-
-
-@cache  # one line for each metric
-def _tell_twice(name: str) -> None:
-    logger.warning(
-        "%r has two values in one iteration, which are kept as if they were of one kind: let one "
-        "have another name",
-        name,
-    )
-
-
-@cache  # one line for each metric
-def _tell_late(name: str) -> None:
-    logger.info(
-        "The metric %r is put after the writers, so it comes in a row of its own, a period later: "
-        "put it earlier, such as in a hook of the phase 'run'",
-        name,
-    )

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from hooktrain.solver.optim_state import (
 )
 from hooktrain.solver.param_groups import ParamGroup, settings_of
 from hooktrain.utils import comm
+from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import State, add_note, call, check_count
 from hooktrain.utils.tensors import full_tensor
 
@@ -301,7 +301,7 @@ def weights_over_mean(weights: Iterable[Any]) -> list[float]:
     """The weights of this rank's passes over the mean weight of all passes. A collective.
 
     Losses that are multiplied by them have weighted means as their plain means over the passes
-    and the ranks. If all weights are 0, so are the results, and a warning says so once.
+    and the ranks. If all weights are 0, so are the results, and a warning says so, once a run.
 
     Args:
         weights: numbers, or tensors with one element; as many on each rank.
@@ -312,17 +312,13 @@ def weights_over_mean(weights: Iterable[Any]) -> list[float]:
     own = [_weight(weight) for weight in weights]
     total = comm.all_reduce(torch.tensor(sum(own), dtype=torch.float64)).item()
     if total == 0:
-        _warn_of_no_weight()
+        log_once(
+            logger.warning,
+            "weight(data) of the trainer is 0 for all batches of an iteration, so nothing is "
+            "learned from them",
+        )
     mean = total / (len(own) * comm.get_world_size()) or 1.0
     return [weight / mean for weight in own]
-
-
-@cache
-def _warn_of_no_weight() -> None:
-    logger.warning(
-        "weight(data) of the trainer is 0 for all batches of an iteration, so nothing is learned "
-        "from them"
-    )
 
 
 def _weight(weight: Any) -> float:

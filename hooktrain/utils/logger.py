@@ -3,7 +3,9 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 from termcolor import colored
@@ -140,6 +142,21 @@ def close_logger(name: str = "hooktrain") -> None:
             handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
+
+
+@cache
+def log_once(log: Callable[..., None], message: str, *values: object) -> None:
+    """Log a message with these values once a run: ``log_once(logger.warning, "%r", name)``.
+
+    ``trainer.train()`` forgets what was logged. A process may train several models, as in a sweep
+    or a cross-validation, and the log of each run has to tell what is wrong with its numbers.
+
+    Args:
+        log: a method of a logger.
+        message: the message.
+        values: those that the message has places for.
+    """
+    log(message, *values)
 
 
 def pretty_seconds(seconds: float) -> str:

@@ -26,8 +26,8 @@ from hooktrain.evaluation import (
     inference_on_dataset,
 )
 from hooktrain.evaluation.evaluator import computes_together
-from hooktrain.evaluation.testing import log_once
 from hooktrain.utils import comm
+from hooktrain.utils.logger import log_once
 from sharding_toys import batches, make_model, make_sharded
 
 LOGGER = "hooktrain.evaluation.evaluator"
@@ -269,7 +269,6 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_which_of_several_items_the_targets_are_is_told_and_can_be_chosen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log_once.cache_clear()
     caplog.set_level(logging.INFO)
     loader = [(torch.ones(2), torch.ones(2), torch.arange(2.0)) for _ in range(2)]
     assert inference_on_dataset(first_of, loader, difference) == {"difference": 0.5}
@@ -282,7 +281,6 @@ def test_which_of_several_items_the_targets_are_is_told_and_can_be_chosen(
 def test_batches_of_inputs_and_targets_and_dicts_are_not_told_of_targets(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log_once.cache_clear()
     caplog.set_level(logging.INFO)
     pair = (torch.ones(2), torch.ones(2))
     named = {"x": pair[0], "weight": pair[0], 3: pair[1]}

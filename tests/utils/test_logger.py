@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hooktrain.utils import comm
-from hooktrain.utils.logger import close_logger, setup_logger
+from hooktrain.utils.logger import close_logger, log_once, setup_logger
 
 NAME = "hooktrain_of_this_test"
 TIME = r"\d\d:\d\d:\d\d"
@@ -214,3 +214,22 @@ def test_lines_that_cannot_be_written_are_one_line_elsewhere(tmp_path: Path) -> 
         assert len(found) == len(errors)
         for line, error in zip(found, errors, strict=True):
             assert error in line
+
+
+def test_a_message_is_logged_once_for_each_logger_level_and_value(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    logger, other = logging.getLogger(f"{NAME}.a"), logging.getLogger(f"{NAME}.b")
+    for _ in range(2):
+        for log in (logger.info, logger.warning, other.warning):
+            for value in ("loss", "accuracy"):
+                log_once(log, "%r is late", value)
+    assert caplog.record_tuples == [
+        (f"{NAME}.a", logging.INFO, "'loss' is late"),
+        (f"{NAME}.a", logging.INFO, "'accuracy' is late"),
+        (f"{NAME}.a", logging.WARNING, "'loss' is late"),
+        (f"{NAME}.a", logging.WARNING, "'accuracy' is late"),
+        (f"{NAME}.b", logging.WARNING, "'loss' is late"),
+        (f"{NAME}.b", logging.WARNING, "'accuracy' is late"),
+    ]

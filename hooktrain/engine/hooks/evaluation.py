@@ -27,6 +27,7 @@ from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.events.json_writer import OF_THE_MACHINE
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
+from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import Numbers, State, check_count, did_you_mean
 from hooktrain.utils.periods import Period, PeriodLike
 from hooktrain.utils.tensors import local_tensor
@@ -91,7 +92,6 @@ class EvalHook(HookBase):
         self._eval_after_train = eval_after_train
         self.last_results: Results = {}
         self._norm = 0.0  # of the weights that were evaluated last
-        self._told: set[str] = set()
 
     def before_train(self) -> None:
         """Log the period; find the results of a complete run that is started again."""
@@ -154,9 +154,10 @@ class EvalHook(HookBase):
             if not OF_THE_MACHINE.search(name)
             for other in others
         ):
-            self._warn_once(
+            log_once(
+                logger.warning,
                 "The results of the ranks differ, and those of the main process are taken: an "
-                "evaluator gathers what all ranks have, such as by comm.all_gather()"
+                "evaluator gathers what all ranks have, such as by comm.all_gather()",
             )
         self._last().update(done=self.trainer.done, results=results)
         self.trainer.after_evaluation(results)
@@ -172,25 +173,22 @@ class EvalHook(HookBase):
         numbers = as_numbers(self.last_results)
         is_lost = not numbers and DatasetEvaluators.evaluations > before
         if is_lost and comm.is_main_process():
-            self._warn_once(
+            log_once(
+                logger.warning,
                 "eval_function returned no results, but evaluators gave some: is a `return "
-                "inference_on_dataset(...)` missing?"
+                "inference_on_dataset(...)` missing?",
             )
         weights = trainable(nn.ModuleList(DatasetEvaluators.models)).values()
         # Host-device synchronisation, once an evaluation.
         norm = float(nn.utils.get_total_norm(map(local_tensor, weights)))
         last, self._norm = self._norm, norm
         if last == norm > 0:
-            self._warn_once(
+            log_once(
+                logger.warning,
                 "The weights that are evaluated are those of the last evaluation: is their model "
-                "another than trainer.model?"
+                "another than trainer.model?",
             )
         return numbers
-
-    def _warn_once(self, problem: str) -> None:
-        if problem not in self._told:
-            self._told.add(problem)
-            logger.warning(problem)
 
 
 def _wait_for_all_ranks(seconds: float | None) -> bool:

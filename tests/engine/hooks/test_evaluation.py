@@ -30,7 +30,7 @@ from hooktrain.engine.hooks import (
     PeriodicWriter,
     evaluation,
 )
-from hooktrain.evaluation import inference_on_dataset
+from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
 from hooktrain.evaluation.evaluator import DatasetEvaluators
 from hooktrain.events import JSONWriter, load_json_metrics
 from hooktrain.model import StochasticWeightAverage
@@ -767,6 +767,31 @@ def test_a_model_that_the_run_does_not_train_is_told_once(
     trainer.train(max_iter=8)
     told = [m for m in caplog.messages if "another than trainer.model" in m]
     assert len(told) == is_told
+
+
+class Perfect(DatasetEvaluator):
+    def reset(self) -> None:
+        pass
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        pass
+
+    def evaluate(self) -> dict[str, float]:
+        return {"accuracy": 1.0}
+
+
+def test_each_problem_of_an_evaluation_is_told_once_in_each_run_of_a_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    judged = LinearLoss()
+
+    def evaluate() -> None:
+        inference_on_dataset(judged, batches(1), Perfect())
+
+    for run in (1, 2):
+        linear_trainer(EvalHook(1, evaluate)).train(max_iter=4)
+        for problem in ("`return", "another than trainer.model"):
+            assert sum(problem in message for message in caplog.messages) == run
 
 
 def test_frozen_models_and_evaluations_without_a_model_are_not_told(
