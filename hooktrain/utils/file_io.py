@@ -85,8 +85,9 @@ def keep_lock(folder: AnyPath) -> None:
     path = Path(folder).resolve() / ".lock"
     is_there = path.exists() and path.read_text() == _owner()
     if path in _locks and not is_there:
-        message = "%s was renamed or deleted: the run continues in a new folder"
-        logger.warning(message, folder)
+        logger.warning(
+            "%s was renamed or deleted: the run continues in a new folder", folder
+        )
         unlock_folder(folder)
         lock_folder(folder)
 

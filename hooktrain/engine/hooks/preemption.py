@@ -173,8 +173,9 @@ class Preemption(HookBase):
 
     def _look_for_stop_file(self) -> None:
         path = self._stop_file
-        if os.path.exists(path):
-            self.trainer.request_stop(f"{path} is there. {Path(path).read_text()}")
+        if os.path.isfile(path):
+            text = Path(path).read_text("utf-8", "replace")
+            self.trainer.request_stop(f"{path} is there. {text}")
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # This runs between any two instructions of the main thread: no logging, no locks.

@@ -589,6 +589,22 @@ def test_a_file_stops_the_run_in_order_at_the_end_of_a_period(
     assert f"{tmp_path / 'stop'} is there. it is good enough" in caplog.text
 
 
+def test_a_stop_file_in_any_encoding_stops_the_run_and_a_folder_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "stop").write_bytes("schön genug".encode("latin-1"))
+    stopped = preemptible(tmp_path / "latin")
+    with caplog.at_level("INFO"):
+        stopped.train(max_iter=6)
+    assert stopped.done == 0
+    assert "stop is there. sch\N{REPLACEMENT CHARACTER}n genug" in caplog.text
+    (tmp_path / "folder" / "stop").mkdir(parents=True)
+    trainer = preemptible(tmp_path / "folder")
+    trainer.train(max_iter=6)
+    assert trainer.done == 6
+
+
 def test_a_stopped_run_goes_on_when_the_file_is_removed(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     trainer = preemptible(tmp_path)
