@@ -11,7 +11,6 @@ from functools import partial
 from itertools import chain, repeat
 from operator import length_hint
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -280,11 +279,9 @@ class DatasetEvaluators(DatasetEvaluator):
 
     Attributes:
         evaluations: how many evaluations of this process have given results.
-        models: the models that were evaluated since the last call of an ``EvalHook``.
     """
 
     evaluations: ClassVar[int] = 0
-    models: ClassVar[WeakSet[nn.Module]] = WeakSet()
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
         self._evaluators: list[Any] = []
@@ -426,7 +423,6 @@ def inference_on_dataset(
             logger.warning(
                 "Evaluated in training mode: something has called model.train() meanwhile"
             )
-    DatasetEvaluators.models.add(module)
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 

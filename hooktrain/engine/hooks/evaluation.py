@@ -21,7 +21,6 @@ from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
-from hooktrain.engine.preflight import trainable
 from hooktrain.evaluation.evaluator import DatasetEvaluators, inference_context
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.events.json_writer import OF_THE_MACHINE
@@ -30,7 +29,6 @@ from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import Numbers, State, check_count, did_you_mean
 from hooktrain.utils.periods import Period, PeriodLike
-from hooktrain.utils.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +89,6 @@ class EvalHook(HookBase):
         self._func = eval_function
         self._eval_after_train = eval_after_train
         self.last_results: Results = {}
-        self._norm = 0.0  # of the weights that were evaluated last
 
     def before_train(self) -> None:
         """Log the period; find the results of a complete run that is started again."""
@@ -164,7 +161,6 @@ class EvalHook(HookBase):
 
     def _evaluate(self) -> Numbers:
         before = DatasetEvaluators.evaluations
-        DatasetEvaluators.models.clear()
         model = getattr(self.trainer, "model", None)
         if not isinstance(model, nn.Module):
             model = nn.Module()
@@ -177,16 +173,6 @@ class EvalHook(HookBase):
                 logger.warning,
                 "eval_function returned no results, but evaluators gave some: is a `return "
                 "inference_on_dataset(...)` missing?",
-            )
-        weights = trainable(nn.ModuleList(DatasetEvaluators.models)).values()
-        # Host-device synchronisation, once an evaluation.
-        norm = float(nn.utils.get_total_norm(map(local_tensor, weights)))
-        last, self._norm = self._norm, norm
-        if last == norm > 0:
-            log_once(
-                logger.warning,
-                "The weights that are evaluated are those of the last evaluation: is their model "
-                "another than trainer.model?",
             )
         return numbers
 
