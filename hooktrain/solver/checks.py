@@ -121,13 +121,10 @@ def _trainable(item: Any) -> set[Tensor]:
 
 def versions(optim_wrapper: Wrappers) -> dict[str, Version]:
     """How often parameters were changed, and the learning rates, by optimizer name."""
-    found = {}
-    for name, wrapper in by_name(optim_wrapper).items():
-        found[name] = (
-            sum(parameter._version for parameter in wrapper.parameters),
-            rates_of(wrapper),
-        )
-    return found
+    return {
+        name: (sum(p._version for p in wrapper.parameters), rates_of(wrapper))
+        for name, wrapper in by_name(optim_wrapper).items()
+    }
 
 
 def rates_of(optimizer: Optimizer | OptimWrapper) -> list[float]:
@@ -156,7 +153,9 @@ def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None
                 "The optimizer %s has not made a step so far",
                 name or type(optimizer).__name__,
             )
-        if not any(rates + rates_before):
+        # A schedule may begin and end at 0, and a short run is over in the first period.
+        bases = [group.get("initial_lr", 0.0) for group in optimizer.param_groups]
+        if not any(rates + rates_before + bases):
             logger.warning("The learning rate is 0, so nothing is learned")
         # torch's schedulers wrap the method and set this attribute.
         has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")

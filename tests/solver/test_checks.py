@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hooktrain.engine import SimpleTrainer
-from hooktrain.solver import OptimWrapper
+from hooktrain.engine import SimpleTrainer, hooks
+from hooktrain.solver import CosineParamScheduler, OptimWrapper, WarmupParamScheduler
 from hooktrain.solver.checks import check_optimizers
 from toys import LinearLoss
 
@@ -129,4 +129,29 @@ def test_a_rate_of_0_is_told_after_a_period(
     rates: list[float], is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(rates)
+    assert ("learning rate is 0" in caplog.text) == is_told
+
+
+def rise_and_fall(optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler of torch with rates of 0, half, the whole, half and 0."""
+    factors = [0.0, 0.5, 1.0, 0.5, 0.0]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[step])
+
+
+@pytest.mark.parametrize(("rate", "is_told"), [(0.1, False), (0.0, True)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        rise_and_fall,
+        lambda _: WarmupParamScheduler(CosineParamScheduler(1.0, 0.0), 0.0, 0.5),
+    ],
+)
+def test_a_rate_that_a_schedule_lets_begin_and_end_at_0_is_none_of_0(
+    schedule: Any, rate: float, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LinearLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    trainer = SimpleTrainer(model, [torch.ones(2, 4)], optimizer)
+    trainer.register_hooks([hooks.LRScheduler(scheduler=schedule(optimizer))])
+    trainer.train(max_iter=4)
     assert ("learning rate is 0" in caplog.text) == is_told
