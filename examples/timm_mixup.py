@@ -11,13 +11,10 @@ from timm.optim import param_groups_layer_decay
 
 from hooktrain import Checkpointer, MetricEvaluator, SimpleTrainer, build_strategy
 from hooktrain import CosineParamScheduler, WarmupParamScheduler, default_hooks
-from hooktrain import (
-    build_test_loader,
-    build_train_loader,
-    inference_on_dataset,
-    launch,
-)
+from hooktrain import build_test_loader, build_train_loader
+from hooktrain import inference_on_dataset, launch
 from hooktrain.demos import DigitsDataset, RandomShift
+from hooktrain.model.wrappers import unwrap_model
 
 
 def small_convnext():
@@ -53,7 +50,9 @@ def main():
     options = {"mapper": as_pair, "drop_last": True}  # Mixup needs an even batch
     loader = build_train_loader(train, total_batch_size=64, **options)
     test = build_test_loader(DigitsDataset(train=False), mapper=as_pair, batch_size=120)
-    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.8)
+    # timm finds layers by the names of the bare model.
+    bare = unwrap_model(model)
+    groups = param_groups_layer_decay(bare, weight_decay=0.05, layer_decay=0.8)
     for group in groups:
         group["lr"] = 5e-3 * group.pop("lr_scale")
     trainer = MixupTrainer(model, loader, torch.optim.AdamW(groups))
