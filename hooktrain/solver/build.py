@@ -39,6 +39,6 @@ def as_optim_wrapper(
         }
         return OptimWrapperDict(**wrappers)
     raise TypeError(
-        "expected a torch optimizer, an OptimWrapper, or a dict of these by name, but got "
-        f"{optimizer!r} of {type(optimizer)}"
+        "expected a torch optimizer, an OptimWrapper, or a dict of these by name, such as "
+        f"{{'generator': ..., 'discriminator': ...}}, but got {optimizer!r:.40}"
     )

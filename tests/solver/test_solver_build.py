@@ -42,3 +42,12 @@ def test_optimizers_and_wrappers_may_have_names() -> None:
 def test_what_is_no_optimizer_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match="OptimWrapper"):
         as_optim_wrapper(given)
+
+
+def test_optimizers_in_a_list_are_told_to_have_names() -> None:
+    optimizers: Any = [sgd(LinearLoss()), sgd(LinearLoss())]
+    with pytest.raises(
+        TypeError, match=r"\{'generator': \.\.\..*but got \[SGD"
+    ) as error:
+        as_optim_wrapper(optimizers)
+    assert len(str(error.value)) < 200  # not all settings of all groups
