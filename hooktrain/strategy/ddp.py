@@ -25,8 +25,7 @@ from hooktrain.utils.tensors import compute_device
 class SingleDeviceStrategy(BaseStrategy):
     """One process on an accelerator, or on the CPU if there is none. The model is not wrapped.
 
-    Args:
-        kwargs: see :class:`BaseStrategy`.
+    The arguments are those of :class:`BaseStrategy`.
 
     Raises:
         RuntimeError: in :meth:`setup`, if there are several processes.
@@ -132,8 +131,7 @@ class DDPStrategy(BaseStrategy):
     The process joins the others, unless it already has, as in :func:`hooktrain.engine.launch`.
     With a single process the model is not wrapped.
 
-    Args:
-        kwargs: see :class:`BaseStrategy`.
+    The arguments are those of :class:`BaseStrategy`.
     """
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
