@@ -70,9 +70,9 @@ def test_a_custom_key_may_have_any_option_of_a_group() -> None:
         ({"norm_decay_mul": 0.0}, "no rule 'norm_decay_mul'; did you mean 'norm_dec"),
         (
             {"flat_decay_mult": 0.0},
-            "decay_mult of 'bias' multiplies weight_decay: configure",
+            "decay_mult of 'bias' multiplies weight_decay: set it",
         ),
-        ({"bias_lr_mult": 2.0}, "lr_mult of 'bias' multiplies lr: configure"),
+        ({"bias_lr_mult": 2.0}, "lr_mult of 'bias' multiplies lr: set it"),
     ],
 )
 def test_rules_that_make_no_sense_or_multiply_nothing_are_refused(
