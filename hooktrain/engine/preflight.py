@@ -134,12 +134,8 @@ def warn_of_lost_calls(trainer: Any) -> None:
         logger.warning(
             "run_step does not call self.after_backward(), which %s may need", waiting
         )
-    # Each backward pass into the same gradient raises its version. A freed one begins again.
-    gradients = (p.grad for p in trainer.model.parameters())
-    changes = min((grad._version for grad in gradients if grad is not None), default=0)
-    count = trainer.done - trainer.start_iter
     used = set(names_used(trainer.run_step))
-    if "zero_grad" not in used and changes >= count - 1 > 2:
+    if "zero_grad" not in used and _adds_up(trainer.model, trainer):
         logger.warning(
             "Gradients add up over all iterations: run_step must call "
             "self.optim_wrapper.zero_grad()"
@@ -155,6 +151,26 @@ def warn_of_lost_calls(trainer: Any) -> None:
             "run_step calls the torch optimizer, so the OptimWrapper around it clips, accumulates "
             "and scales nothing: call self.optim_wrapper.update_params(loss)"
         )
+
+
+def warn_of_unused_gradients(trainer: Any) -> None:
+    """Warn about modules beside the model, such as a criterion, that no optimizer trains."""
+    for name, part in vars(trainer).items():
+        is_beside = isinstance(part, nn.Module) and part is not trainer.model
+        if is_beside and _adds_up(part, trainer):
+            logger.warning(
+                "self.%s gets gradients that no optimizer uses: make it a part of the model, or "
+                "set requires_grad_(False)",
+                name,
+            )
+
+
+def _adds_up(module: nn.Module, trainer: Any) -> bool:
+    """Whether the gradients of a module have never been freed in a run."""
+    # Each backward pass into the same gradient raises its version. A freed one begins again.
+    gradients = (p.grad for p in module.parameters())
+    changes = min((grad._version for grad in gradients if grad is not None), default=0)
+    return bool(changes >= trainer.done - trainer.start_iter - 1 > 2)
 
 
 def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:

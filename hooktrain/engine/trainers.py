@@ -23,6 +23,7 @@ from hooktrain.engine.preflight import (
     trainable,
     warn_of_differences,
     warn_of_lost_calls,
+    warn_of_unused_gradients,
     without_masks,
 )
 from hooktrain.engine.train_loop import TrainerBase
@@ -167,6 +168,7 @@ class ModelTrainer(TrainerBase):
         if self.ends_period and run.versions:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
+            warn_of_unused_gradients(self)
             warn_of_idle(self.optim_wrapper, run.versions)
             warn_of_differences(self.model, run.trainable is None)
             warn_of_equal_batches(self._data_loader_iter)

@@ -565,3 +565,69 @@ def test_gradients_of_a_short_run_that_are_freed_by_hand_are_not_told(
     model = LinearLoss()
     FreesByHand(model, batches(2), sgd(model)).train(max_iter=max_iter)
     assert "add up" not in caplog.text
+
+
+class Scaled(nn.Module):
+    """A criterion with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.scale
+
+
+class WithCriterion(SimpleTrainer):
+    criterion_without_gradients = False
+
+    def compute_loss(self, data: Any) -> Any:
+        with torch.set_grad_enabled(not self.criterion_without_gradients):
+            factor = self.criterion(torch.ones(()))
+        return self.model(data) * factor
+
+
+class WithOwnOptimizer(WithCriterion):
+    """Trains the criterion by an optimizer that the trainer does not know."""
+
+    def run_step(self) -> None:
+        super().run_step()
+        for parameter in self.criterion.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    ("case", "is_told"),
+    [
+        ("forgotten", True),
+        ("accumulated", True),
+        ("in the optimizer", False),
+        ("frozen", False),
+        ("without gradients", False),
+        ("own optimizer", False),
+        ("of the model", False),
+    ],
+)
+def test_a_criterion_whose_parameters_no_optimizer_has_is_named_once(
+    case: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LinearLoss()
+    criterion = Scaled()
+    trained = [*model.parameters()]
+    if case == "in the optimizer":
+        trained += criterion.parameters()
+    if case == "of the model":
+        model.criterion = criterion
+        trained = [*model.parameters()]
+    wrapper = OptimWrapper(
+        torch.optim.SGD(trained, lr=0.1), 2 if case == "accumulated" else 1
+    )
+    kind = WithOwnOptimizer if case == "own optimizer" else WithCriterion
+    trainer = kind(model, batches(4), wrapper, gather_metric_period=5)
+    trainer.criterion = criterion.requires_grad_(case != "frozen")
+    trainer.teacher = LinearLoss()
+    trainer.criterion_without_gradients = case == "without gradients"
+    trainer.train(max_iter=10)
+    told = [text for text in caplog.messages if "self.criterion" in text]
+    assert len(told) == is_told
+    assert "teacher" not in caplog.text
