@@ -174,6 +174,17 @@ def test_4096_ranks_communicate_once_a_period_whatever_they_record(count: int) -
     )
 
 
+def test_each_iteration_of_a_period_may_be_tolerated() -> None:
+    recorder = LossRecorder(EventStorage())
+    for i in range(3):
+        recorder.tolerate(i)
+        recorder.record(i, {"loss": math.nan}, 0.0, None, check_now=False)
+    recorder.check(3)
+    recorder.record(3, {"loss": math.nan}, 0.0, None, check_now=False)
+    with pytest.raises(FloatingPointError, match="iteration=3!"):
+        recorder.check(4)
+
+
 def test_memory_of_tolerated_iterations_does_not_grow() -> None:
     recorder = LossRecorder(EventStorage())
     sizes = []

@@ -412,6 +412,7 @@ def train_with_lone_hooks(folder: Path) -> list[str]:
     for lone in (
         hooks.EvalHook(0, dict),
         hooks.Preemption(saver),
+        hooks.ReplayCheck(2),
         hooks.PeriodicCheckpointer(saver, 1),
         hooks.PeriodicCheckpointer(shards, 1),
         hooks.BestCheckpointer(saver, "accuracy", "max"),
@@ -429,7 +430,8 @@ def train_with_lone_hooks(folder: Path) -> list[str]:
 def test_a_hook_that_calls_collectives_is_refused_where_some_ranks_have_it(
     tmp_path: Path,
 ) -> None:
-    lone = ["EvalHook", "Preemption", "PeriodicCheckpointer", "BestCheckpointer"]
+    lone = ["EvalHook", "Preemption", "ReplayCheck"]
+    lone += ["PeriodicCheckpointer", "BestCheckpointer"]
     expected = [f"register {name} on every rank, or on none" for name in lone]
     assert run_ranks(train_with_lone_hooks, 2, tmp_path) == [expected, []]
 

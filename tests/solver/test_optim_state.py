@@ -163,6 +163,13 @@ def test_positions_of_one_group_a_parameter_are_those_of_the_model() -> None:
     assert same(state_of(new, loaded), state_of(old, optimizer))
 
 
+def test_positions_in_groups_of_other_sizes_are_refused() -> None:
+    model = net("a", "b")
+    state = saved(nn.Module(), sgd(groups_of(model, "a", "b")))
+    with pytest.raises(ValueError, match=r"sizes \[2, 2\], not \[4\]"):
+        load(model, sgd(groups_of(model)), state)
+
+
 @pytest.mark.parametrize(
     ("names", "with_names", "message"),
     [
@@ -399,6 +406,20 @@ def test_settings_that_were_configured_in_another_way_are_told(
         caplog.clear()
 
 
+def test_a_setting_that_the_saved_run_did_not_have_is_no_difference(
+    changes: Changes,
+) -> None:
+    model = net("a")
+    wrapper = named_wrapper(sgd(groups_of(model)), model)
+    state = wrapper.state_dict()
+    for group in (*state["param_groups"], *state["configured"]):
+        del group["maximize"]  # as an older torch had it
+    loaded = named_wrapper(sgd(groups_of(model)), model)
+    loaded.load_state_dict(state)
+    assert loaded.param_groups[0]["maximize"] is False
+    assert changes() == []
+
+
 def test_how_to_compute_stays_as_built(changes: Changes) -> None:
     model = net("a")
     old = SGD(model.parameters(), lr=0.1, foreach=True, weight_decay=0.5)
@@ -432,8 +453,27 @@ def test_the_state_takes_the_layout_of_its_parameter_as_fused_kernels_need_it() 
     assert torch.equal(plain.weight, turned.weight)
 
 
+def test_numbers_of_eight_bits_stay_so_in_another_layout() -> None:
+    class EightBit(SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.loaded = state_dict["state"]
+
+    conv = nn.Conv2d(3, 4, 3)
+    optimizer = EightBit(conv.to(memory_format=torch.channels_last).parameters())  # type: ignore[call-overload]
+    state = saved(conv, optimizer)
+    numbers = torch.arange(108, dtype=torch.uint8).view(4, 3, 3, 3)
+    load(conv, optimizer, {**state, "state": {"weight": {"moment": numbers}}})
+    moment = optimizer.loaded["weight"]["moment"]
+    assert moment.dtype == torch.uint8
+    assert moment.stride() == conv.weight.stride()
+    assert torch.equal(moment, numbers)
+
+
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     class Own(SGD):
+        pass
+
+    class Other(Lookahead):
         pass
 
     model = net("a")
@@ -441,6 +481,9 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     load(model, Own(model.parameters(), lr=0.1), state)
     with pytest.raises(ValueError, match="AdamW"):
         load(model, AdamW(model.parameters()), state)
+    whole = saved(model, Lookahead(sgd(groups_of(model))))
+    with pytest.raises(ValueError, match="Lookahead, but the optimizer is Other"):
+        load(model, Other(sgd(groups_of(model))), whole)
 
 
 @pytest.mark.parametrize("of_several", [False, True])

@@ -72,7 +72,6 @@ class ReplayCheck(HookBase):
     """
 
     needs_every_rank = True
-    phase = "update"
 
     def __init__(self, period: PeriodLike) -> None:
         self._period = Period(period)
