@@ -96,6 +96,7 @@ def take(loader: Any, count: int) -> Tensor:
         (None, TrainingSampler(10, seed=5)),
         (TrainingSampler(10, False, 5), [*range(10)] * 3),
         (SequentialSampler(range(10)), [*range(10)] * 3),  # one of torch's is repeated
+        ([3, 1, 2], [3, 1, 2] * 8),
     ],
 )
 def test_the_stream_is_the_samplers_in_batches(
@@ -103,6 +104,31 @@ def test_the_stream_is_the_samplers_in_batches(
 ) -> None:
     samples = take(make(sampler=sampler), 6)[:, :, 0].flatten().tolist()
     assert samples == list(islice(expected, 24))
+
+
+@pytest.mark.parametrize("size", [999, 1000, 1001, 2500])
+def test_a_sampler_of_any_length_is_read_to_its_end_and_again(size: int) -> None:
+    data, ordered = range(size), [*range(size)]
+    loader: Any = build_train_loader(
+        data,  # type: ignore[arg-type]
+        total_batch_size=1,
+        sampler=SequentialSampler(data),
+        seed=5,
+    )
+    assert take(loader, 2 * size).flatten().tolist() == ordered * 2
+
+
+def test_a_sampler_draws_other_numbers_in_each_thousand_and_in_each_epoch() -> None:
+    def indices(sampler: Sampler[int], count: int) -> Iterator[list[int]]:
+        stream = take(make(sampler=sampler), count // 4)[:, :, 0].flatten().tolist()
+        return iter((stream[: count // 2], stream[count // 2 :]))
+
+    for sampler in (Lazy(2000), Lazy(1000)):
+        first, second = indices(sampler, 2000)
+        assert first != second
+    first, second = indices(RandomSampler(range(10)), 20)
+    assert first != second
+    assert sorted(first) == sorted(second) == [*range(10)]
 
 
 def test_what_is_drawn_in_a_sample_differs_each_time() -> None:
@@ -274,6 +300,20 @@ def test_what_is_no_data_set_is_refused(wrong: Any) -> None:
         with pytest.raises(TypeError, match=r"TensorDataset\(X, y\).*but got"):
             build(wrong, **options)
     assert len(build_train_loader(TensorDataset(X, Y), total_batch_size=2)) == 4
+
+
+def test_an_epoch_may_be_one_batch_which_is_full_whatever_drop_last_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for drop_last in (True, False):
+        loader: Any = build_train_loader(
+            range(10),  # type: ignore[arg-type]
+            total_batch_size=10,
+            shuffle=False,
+            drop_last=drop_last,
+        )
+        assert take(loader, 2).tolist() == [[*range(10)]] * 2
+    assert caplog.messages == []
 
 
 def test_what_makes_batches_another_way_is_refused_with_the_way_to_go() -> None:
