@@ -33,6 +33,22 @@ def test_the_first_of_several_bad_iterations_is_named() -> None:
         recorder.check(3)
 
 
+def test_of_bad_iterations_far_apart_the_first_is_named() -> None:
+    recorder = LossRecorder(EventStorage())
+    for i in (1, 8):
+        recorder.record(i, {"loss": math.nan}, 0.0, check_now=False)
+    with pytest.raises(FloatingPointError, match="iteration=1!"):
+        recorder.check(9)
+
+
+def test_a_total_of_any_name_is_checked_and_all_losses_are_told() -> None:
+    recorder = LossRecorder(EventStorage())
+    losses = {"objective": math.nan, "loss_a": 2.0}
+    recorder.record(0, losses, 0.0, total="objective", check_now=False)
+    with pytest.raises(FloatingPointError, match=r"'loss_a': 2\.0"):
+        recorder.check(1)
+
+
 def test_a_loss_is_not_forgotten_where_only_later_ones_are_free_to_check() -> None:
     recorder = LossRecorder(EventStorage())
     recorder.record(0, {"loss": math.nan}, 0.0, check_now=False)
@@ -66,6 +82,25 @@ class Period:
             if new:
                 values[metric] = new
         self.seen[name] = (collectives.seen, asking, values)
+
+
+def waits() -> tuple[list[tuple[float, int]], int]:
+    """How long two steps have waited, and by how much the recorder has grown."""
+    storage = EventStorage()
+    recorder = LossRecorder(storage)
+    sizes = []
+    for i in range(0, 200, 2):
+        recorder.record(i, {"loss": 1.0}, 0.5 * (i % 4))
+        recorder.exchange(i + 2, {})
+        sizes.append(len(pickle.dumps(recorder)) - len(pickle.dumps(storage)))
+    return storage.history("data_time").tail(2), max(sizes) - sizes[0]
+
+
+def test_each_step_that_is_recorded_has_its_time_of_waiting_and_none_is_kept() -> None:
+    times = [(0.0, 196), (1.0, 198)]
+    for found, growth in run_ranks(waits, 2):
+        assert found == times
+        assert growth < 100
 
 
 def play() -> dict[str, Any]:
