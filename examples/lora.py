@@ -17,6 +17,18 @@ WORD = torch.arange(
 )  # to be learned: after each word comes the one that is 7 further
 
 
+def leave_out_frozen(model):
+    """Leave the frozen parameters out of checkpoints; docs/guide/fine-tuning.md says when."""
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+
+    def leave_out(model, state, prefix, metadata):
+        for name in frozen:
+            del state[prefix + name]
+
+    model.register_state_dict_post_hook(leave_out)
+
+
 class Sentences(Dataset):
     def __len__(self):
         return 512
@@ -32,7 +44,9 @@ def small_gpt_with_adapters():
     model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **SIZES))
     layers = ["c_attn", "c_fc", "c_proj"]
     adapters = LoraConfig(r=8, target_modules=layers, fan_in_fan_out=True)
-    return get_peft_model(model, adapters)
+    adapted = get_peft_model(model, adapters)
+    leave_out_frozen(adapted)
+    return adapted
 
 
 class Adapting(SimpleTrainer):
@@ -46,7 +60,7 @@ def main():
     trained = [p for p in model.parameters() if p.requires_grad]
     trainer = Adapting(model, loader, torch.optim.AdamW(trained, lr=1e-2))
     folder = "output/lora"
-    saver = Checkpointer(model, folder, trainer=trainer, exclude_frozen_parameters=True)
+    saver = Checkpointer(model, folder, trainer=trainer)
     usual = default_hooks(
         checkpointer=saver,
         checkpoint_period=100,

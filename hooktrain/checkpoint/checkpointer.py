@@ -65,10 +65,6 @@ class Checkpointer:
             ranks see. Any number of ranks loads files and folders, whatever this is.
         store: an address such as ``s3://bucket/run``, where each checkpoint to resume from goes
             too; a resume takes it from there if it is newer. "" for none.
-        exclude_frozen_parameters: whether to leave out the parameters that are frozen now, such as
-            those of a pretrained model with adapters. They have to be the same when a run is
-            resumed; a resume refuses a checkpoint that lacks anything else. A parameter that is
-            trained when a checkpoint is saved is in that one and in all later ones.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
             ``check_state_dict`` may refuse a state before anything is loaded.
 
@@ -92,13 +88,11 @@ class Checkpointer:
         background: bool = False,
         sharded: bool = False,
         store: AnyPath = "",
-        exclude_frozen_parameters: bool = False,
         **checkpointables: Any,
     ) -> None:
         if save_to_disk is None:
             save_to_disk = comm.is_main_process()
         self.model = unwrap_model(model)
-        self._left_out = self._frozen() if exclude_frozen_parameters else set()
         self.save_dir = on_disk(save_dir)
         self.sharded = sharded
         self.background = background
@@ -176,17 +170,9 @@ class Checkpointer:
         Args:
             extra: the further entries that were given to :meth:`save`.
         """
-        self._left_out &= self._frozen()
         weights = self.model.state_dict()
-        for name in self._left_out:
-            weights.pop(name, None)
         # Unlike a display in braces, dict() refuses two entries of one name.
         return dict(model=weights, **states_of(self.checkpointables), **extra)
-
-    def _frozen(self) -> set[str]:
-        """The names of the parameters that are frozen now."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if not parameter.requires_grad}
 
     def save(
         self,
@@ -438,7 +424,6 @@ class Checkpointer:
             )
         if checkpointables is None:
             checkpointables = self.checkpointables
-        self._left_out -= found[1]["model"].keys()
         return self._restore(*found, checkpointables, strict)
 
     def _restore(
@@ -491,7 +476,7 @@ class Checkpointer:
         return chosen
 
     def _load_into_model(self, state: State, strict: bool) -> None:
-        load_model_state(self.model, state["model"], strict, self._left_out)
+        load_model_state(self.model, state["model"], strict)
 
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from, intact or not."""

@@ -8,7 +8,7 @@ import reprlib
 import socket
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -163,12 +163,7 @@ def load_checkpoint(
 
 
 def load_model_state(
-    model: nn.Module,
-    state: State,
-    strict: bool = False,
-    may_lack: Iterable[str] = (),
-    *,
-    check_only: bool = False,
+    model: nn.Module, state: State, strict: bool = False, *, check_only: bool = False
 ) -> IncompatibleKeys:
     """Load the tensors that fit by name and shape, and warn of the others.
 
@@ -182,7 +177,6 @@ def load_model_state(
         model: changed in place.
         state: tensors by name, as of ``model.state_dict()``. It is not changed.
         strict: whether to refuse the state if there is a difference. The model is as it was then.
-        may_lack: the names of tensors that are not missing if the state lacks them.
         check_only: whether to load nothing, and only refuse what ``strict`` refuses.
 
     Returns:
@@ -193,9 +187,6 @@ def load_model_state(
         ValueError: with ``strict``, if there is a difference; otherwise, if nothing fits.
     """
     in_model = model.state_dict()
-    for name in may_lack:
-        if name not in state:
-            in_model.pop(name, None)
     loadable = _with_names_of(in_model, state)
     incorrect: Shapes = []
     for name, ours in in_model.items():

@@ -42,8 +42,15 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer
-from hooktrain.engine.hooks import EMA, CallbackHook, PeriodicCheckpointer as Saving
+from hooktrain.engine.hooks import EMA, PeriodicCheckpointer as Saving
 from hooktrain.model.sharding import shard_model
+from hooktrain.model.wrappers import unwrap_model
+from hooktrain.strategy import (
+    BaseStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
 from hooktrain.utils import comm
 from hooktrain.utils.file_io import is_disk_full, sweep
 from hooktrain.utils.tensors import full_tensors
@@ -324,70 +331,115 @@ class Adapted(nn.Module):
         return self.norm(self.base(x) + self.adapter(x)).square().mean()
 
 
-def adapted_run(folder: Path, end: int, hook: Any = None, **options: Any) -> Any:
-    """Go on with a run of `Adapted` up to an iteration."""
+def leave_out_frozen(model: nn.Module) -> None:
+    """As docs/guide/fine-tuning.md does."""
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+
+    def leave_out(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in frozen:
+            del state[prefix + name]
+
+    model.register_state_dict_post_hook(leave_out)
+
+
+def adapted() -> Adapted:
+    """A model whose state has no frozen parameters."""
     model = Adapted()
+    leave_out_frozen(model)
+    return model
+
+
+def adapted_run(
+    folder: Path, end: int, strategy: BaseStrategy | None = None, **options: Any
+) -> Any:
+    """Go on with a run of `Adapted` up to an iteration."""
+    strategy = strategy or SingleDeviceStrategy(device="cpu", seed=0)
+    model = strategy.prepare(adapted)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     trainer = SimpleTrainer(model, build_train_loader(DATA, **LOADING), optimizer)
     saver = Checkpointer(model, folder, trainer=trainer, **options)
-    trainer.register_hooks([CallbackHook(before_step=hook), Saving(saver, 2)])
+    trainer.register_hooks([EMA(model, 0.5), Saving(saver, 2)])
     saver.resume_or_load()
     trainer.train(max_iter=end)
     return trainer
+
+
+def result(trainer: Any) -> Any:
+    """Whole parameters, those of the average, statistics, and the losses of a run."""
+    (ema,) = (hook for hook in trainer.hooks if isinstance(hook, EMA))
+    tensors = {}
+    for module in (unwrap_model(trainer.model), ema.average):
+        named = (*module.named_parameters(), *module.named_buffers())
+        tensors[type(module).__name__] = dict(named)
+    losses = trainer.storage.history("total_loss").values()
+    return full_tensors(tensors), losses
 
 
 DATA = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 LOADING: Any = {"total_batch_size": 8, "seed": 0}
 
 
-def test_a_run_without_its_frozen_parameters_goes_on_exactly(
+STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+ADAPTER = {f"adapter.{n}.{name}" for n in (0, 1) for name in ("weight", "bias")}
+
+
+def test_a_run_that_leaves_out_frozen_parameters_goes_on_exactly(
     shards: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"exclude_frozen_parameters": True, "sharded": shards}
-    whole = adapted_run(tmp_path / "whole", 8, **options)
+    whole = adapted_run(tmp_path / "whole", 8, sharded=shards)
     for end in (3, 5, 8):
-        parts = adapted_run(tmp_path / "parts", end, **options)
-    assert_equal(parts.model.state_dict(), whole.model.state_dict())
-    losses = [each.storage.history("total_loss").values() for each in (parts, whole)]
-    assert losses[0] == losses[1]
-    saved = set(checkpoint(tmp_path / "parts", "model_final", shards)["model"])
-    statistics = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    trained = {name for name in whole.model.state_dict() if "adapter" in name}
-    assert saved == trained | statistics
+        parts = adapted_run(tmp_path / "parts", end, sharded=shards)
+    assert_equal(result(parts), result(whole))
+    saved = checkpoint(tmp_path / "parts", "model_final", shards)
+    assert saved["model"].keys() == ADAPTER | STATISTICS
+    average = {f"module.{name}" for name in ADAPTER | STATISTICS}
+    assert saved["trainer"]["hooks"]["EMA"].keys() == average | {"steps"}
     assert [r for r in caplog.records if r.levelno > logging.INFO] == []
+
+
+def go_on_adapted(kind: type[BaseStrategy], folder: Path, sharded: bool) -> Any:
+    def run(name: str, end: int) -> Any:
+        strategy = kind(device="cpu", seed=0)
+        return adapted_run(folder / name, end, strategy, sharded=sharded)
+
+    whole = result(run("whole", 6))
+    for end in (3, 6):
+        parts = result(run("parts", end))
+    return whole, parts
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
+def test_ranks_that_leave_out_frozen_parameters_go_on_exactly(
+    kind: type[BaseStrategy], shards: bool, tmp_path: Path
+) -> None:
+    (whole, parts), _ = run_ranks(go_on_adapted, 2, kind, tmp_path, shards)
+    assert_equal(parts, whole)
+    saved = checkpoint(tmp_path / "parts", "model_final", shards)
+    assert saved["model"].keys() == ADAPTER | STATISTICS
+    assert not torch.equal(
+        saved["model"]["adapter.0.weight"], Adapted().adapter[0].weight
+    )
 
 
 def test_a_resume_without_frozen_parameters_refuses_what_else_is_missing(
     shards: bool, tmp_path: Path
 ) -> None:
-    adapted_run(tmp_path, 2, exclude_frozen_parameters=True, sharded=shards)
-    model = Adapted()
+    adapted_run(tmp_path, 2, sharded=shards)
+    model = adapted()
     model.more = nn.Linear(4, 4)
-    lacking = Checkpointer(model, tmp_path, exclude_frozen_parameters=True)
+    lacking = Checkpointer(model, tmp_path)
     with pytest.raises(ValueError, match=r"\['more\.weight', 'more\.bias'\]"):
         lacking.resume_or_load()
-    del model.more, model.norm
+    other = Adapted()
+    del other.norm
+    leave_out_frozen(other)
     with pytest.raises(ValueError, match=r"unexpected_keys: \['norm\.running_mean'"):
-        lacking.resume_or_load()
+        Checkpointer(other, tmp_path).resume_or_load()
     with pytest.raises(
         ValueError, match=r"'base\.weight', 'base\.bias', 'norm\.weight"
     ):
         Checkpointer(Adapted(), tmp_path).resume_or_load()
-
-
-def test_a_parameter_that_was_trained_for_a_while_stays_in_checkpoints(
-    tmp_path: Path,
-) -> None:
-    def thaw(trainer: Any) -> None:
-        trainer.model.base.requires_grad_(2 <= trainer.iter < 4)
-        trainer.model.adapter[0].requires_grad_(trainer.iter < 4)
-
-    whole = adapted_run(tmp_path / "whole", 10, thaw, exclude_frozen_parameters=True)
-    assert not torch.equal(whole.model.base.weight, Adapted().base.weight)
-    for end in (3, 6, 8, 10):
-        folder = tmp_path / "parts"
-        parts = adapted_run(folder, end, thaw, exclude_frozen_parameters=True)
-    assert_equal(parts.model.state_dict(), whole.model.state_dict())
 
 
 def test_a_checkpoint_of_a_part_of_the_model_resumes_that_part(tmp_path: Path) -> None:
