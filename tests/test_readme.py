@@ -18,8 +18,9 @@ from equality import assert_same_end
 from gloo import run_ranks
 from hooktrain.data import build_test_loader, build_train_loader
 from hooktrain.data.batches import Batches
-from hooktrain.engine import hooks
+from hooktrain.engine import SimpleTrainer, hooks
 from hooktrain.evaluation import DatasetEvaluator, inference_on_dataset
+from hooktrain.strategy import build_strategy
 from hooktrain.utils import comm
 from hooktrain.utils.tensors import full_tensors
 from processes import run_program
@@ -293,6 +294,47 @@ def test_the_ranks_share_the_batches_of_the_guide_and_test_each_sample_once() ->
         assert [len(share) for share in of_ranks] == [2, 2]
         assert sorted(of_ranks[0] + of_ranks[1]) == sorted(alone[0])
         assert shared == [[0, 1, 2], [3, 4]]
+
+
+def contrasted(program: str) -> tuple[list[float], list[float]]:
+    """The losses of the guide's loss over pairs in some steps on 8 samples, and the weights."""
+    names: dict[str, Any] = {"torch": torch, "nn": torch.nn}
+    names["SimpleTrainer"] = SimpleTrainer
+    exec(program.partition("\n\nx = ")[0], names)
+    model = build_strategy(seed=0).prepare(lambda: torch.nn.Linear(8, 4))
+    samples = torch.arange(64.0).sin().view(8, 8)
+    own = samples.chunk(comm.get_world_size())[comm.get_rank()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = names["Contrast"](model, [(own, own.flip(1))], optimizer)
+    trainer.train(max_iter=5)
+    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
+    return losses, next(model.parameters()).flatten().tolist()
+
+
+def test_the_loss_over_pairs_of_the_guide_is_the_same_on_two_ranks() -> None:
+    (program,) = [block for block in programs(GUIDE) if "def of_all_ranks" in block]
+    losses, weights = contrasted(program)
+    assert losses[4] < losses[0]
+    for of_rank in run_ranks(contrasted, 2, program):
+        assert of_rank[0] == pytest.approx(losses, rel=1e-5)
+        assert of_rank[1] == pytest.approx(weights, rel=1e-4, abs=1e-5)
+
+
+def trained_in_turns(program: str) -> list[float]:
+    """The weights of the guide's model that owns its step, trained on batches of this rank."""
+    names: dict[str, Any] = {}
+    exec(program, names)
+    batch = torch.full((16, 8), float(comm.get_rank())) + torch.eye(16, 8)
+    names["StepTrainer"](names["model"], [batch], names["optimizers"]).train(max_iter=5)
+    model = names["unwrap_model"](names["model"])
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def test_the_model_of_the_guide_that_owns_its_step_is_the_same_on_two_ranks() -> None:
+    own, with_ranks = programs(PAGES["own-step.md"])
+    first, second = run_ranks(trained_in_turns, 2, own + with_ranks)
+    assert first == second
+    assert first != trained_in_turns(own + with_ranks)
 
 
 def predicted(folder: str, program: str) -> None:
