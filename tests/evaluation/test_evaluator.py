@@ -343,8 +343,13 @@ def share_of_large_ones(outputs: Tensor, targets: Tensor) -> float:
     return 2 * float((found & (targets > 1)).sum()) / max(1, float(found.sum()))
 
 
+def perplexity(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (0.3 * (outputs - targets).abs()).mean().exp()
+
+
 @pytest.mark.parametrize(
-    "metric", [rmse, right_ones, accuracy_by_broadcasting, share_of_large_ones]
+    "metric",
+    [rmse, right_ones, accuracy_by_broadcasting, share_of_large_ones, perplexity],
 )
 def test_a_function_that_is_no_mean_over_the_samples_is_told_once(
     caplog: pytest.LogCaptureFixture, metric: Any
