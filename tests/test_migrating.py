@@ -27,6 +27,7 @@ from hooktrain import (
 from hooktrain.compat import detectron2, mmengine
 from hooktrain.compat.mmengine import registry
 from hooktrain.engine import hooks
+from hooktrain.model import wrappers
 from hooktrain.utils import comm, env, logger
 from processes import run_program
 from toys import linear_trainer
@@ -109,7 +110,7 @@ def test_every_script_of_the_guide_is_valid_python(name: str) -> None:
 
 # Where a name in the tables' right column can be from, in this order.
 MODULES: list[ModuleType] = [
-    *(engine, hooks, solver, model, data, checkpoint, evaluation, config),
+    *(engine, hooks, solver, model, wrappers, data, checkpoint, evaluation, config),
     *(registry, events, env, logger, strategy, mmengine, detectron2, demos),
     *(torch, nn.parallel, torch.amp, torch.utils.data, torch.optim.lr_scheduler),
 ]
