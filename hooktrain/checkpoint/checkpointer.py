@@ -40,7 +40,7 @@ from hooktrain.utils.tensors import full_tensors
 
 # A launcher ends the other ranks 10 s after one has failed.
 _GIVE_UP_SECONDS = 5.0
-# How long a failed run waits for an upload, which may be slow. The disk has the checkpoint.
+# How long a failed run waits for an upload, which may be slow. The checkpoint is on the disk.
 _UPLOAD_SECONDS = 60.0
 
 Names = Iterable[str] | None
@@ -52,28 +52,28 @@ class Checkpointer:
     """Saves and loads a model, and other objects that have a state, such as a trainer.
 
     A checkpoint ``<save_dir>/<name>.pth`` holds ``{"model": ..., <name of checkpointable>: ...,
-    "iteration": ...}``, as those of detectron2 do, which it loads too. The file ``last_checkpoint``
-    names the one to resume from. All ranks or one may save; if the model is sharded, all must.
+    "iteration": ...}``, as in detectron2, whose files load too. The file ``last_checkpoint`` names
+    the one to resume from. All ranks or one may save; if the model is sharded, all must.
 
     Args:
-        model: saved without its wrapper of DDP or DataParallel.
-        save_dir: the folder, made at the first save; "" turns saving off.
-        save_to_disk: whether this process writes files; by default the main process does.
-        background: a thread writes a copy of the state while training goes on. The memory of the
-            copy is kept for the next one. The next save or :meth:`wait` raises its error.
-        sharded: each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk that all
-            ranks see. Any number of ranks loads files and folders, whatever this is.
-        store: an address such as ``s3://bucket/run``, where each checkpoint to resume from goes
-            too; a resume takes it from there if it is newer. "" for none.
+        model: the model, saved without its DDP or DataParallel wrapper.
+        save_dir: the folder, created at the first save; "" turns saving off.
+        save_to_disk: whether this process writes files; by default only the main process does.
+        background: whether a thread writes a copy of the state while training goes on. The memory
+            of the copy is reused. The next save or :meth:`wait` raises the thread's error.
+        sharded: whether each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk
+            that all ranks see. Both files and folders load on any number of ranks.
+        store: an address such as ``s3://bucket/run``, to which each checkpoint to resume from is
+            uploaded; a resume fetches it from there if it is newer. "" for none.
         checkpointables: objects with ``state_dict`` and ``load_state_dict``, by name. A method
             ``check_state_dict`` may refuse a state before anything is loaded.
 
     Attributes:
-        saved_iteration: of the last complete checkpoint to resume from that was saved, or None.
-            Only the process that writes the pointer to it knows it.
-        run_files: a function that returns the paths of the files in ``save_dir`` that go to the
-            store with each checkpoint. A trainer's
-            :class:`hooktrain.engine.hooks.PeriodicCheckpointer` sets it to what its hooks say.
+        saved_iteration: the iteration of the last complete checkpoint to resume from, or None. Only
+            the process that writes the pointer knows it.
+        run_files: a function that returns the paths of the files in ``save_dir`` to upload to the
+            store with each checkpoint. :class:`hooktrain.engine.hooks.PeriodicCheckpointer` sets
+            it to the ``run_files`` of all hooks of its trainer.
 
     Raises:
         ValueError: if ``save_dir`` is an address such as ``s3://...``.
@@ -109,7 +109,7 @@ class Checkpointer:
         self._group: Group = None  # of the background's threads
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
-        """Save and load one more object.
+        """Register one more object to save and load.
 
         Args:
             key: its name in the checkpoint.
@@ -119,30 +119,30 @@ class Checkpointer:
             KeyError: if the name is taken.
         """
         if key == "model" or key in self.checkpointables:
-            raise KeyError(f"a checkpointable named {key!r} is there already")
+            raise KeyError(f"a checkpointable named {key!r} already exists")
         self.checkpointables[key] = checkpointable
 
     @staticmethod
     def check_name(name: str) -> None:
-        """Raise a ValueError if no checkpoint can have this name."""
+        """Raise a ValueError if this is not a possible name of a checkpoint."""
         if not re.fullmatch(r"[^./][^/]*", name) or name.endswith(".pth"):
             raise ValueError(
-                f"name must be a visible file name without a folder and .pth, got {name!r}"
+                f"name must be a visible file name without folder or .pth, got {name!r}"
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Make and lock the folder, and check that the states can be saved.
+        """Create and lock the folder, and check that the states can be saved.
 
         :class:`hooktrain.engine.hooks.PeriodicCheckpointer` calls it before the first step.
 
         Args:
-            is_new: whether to warn of the checkpoints that the run may overwrite.
+            is_new: whether the run is new, and so may overwrite checkpoints, which is warned about.
 
         Raises:
             TypeError: if :meth:`save` would refuse a state.
             RuntimeError: if another run is using the folder.
-            ValueError: if the run is new, and another one is in the store.
-            OSError: if the folder cannot be made, or the store fails.
+            ValueError: if the run is new, but the store already holds one.
+            OSError: if the folder cannot be created, or the store fails.
         """
         self.check_states()
         if not (self.save_to_disk and self.save_dir):
@@ -152,8 +152,8 @@ class Checkpointer:
         names = checkpoint_names(self.save_dir)
         if is_new and names:
             self.logger.warning(
-                "A new run begins in %r, and may overwrite what is there: %s. resume_or_load() "
-                "before train() goes on with it",
+                "A new run begins in %r, and may overwrite its checkpoints: %s. To continue the "
+                "old run, call resume_or_load() before train()",
                 self.save_dir,
                 names,
             )
@@ -168,7 +168,7 @@ class Checkpointer:
         """The content of a checkpoint, which a subclass may change.
 
         Args:
-            extra: the further entries that were given to :meth:`save`.
+            extra: the further entries given to :meth:`save`.
         """
         weights = self.model.state_dict()
         # Unlike a display in braces, dict() refuses two entries of one name.
@@ -186,30 +186,30 @@ class Checkpointer:
         """Write or replace a checkpoint; then make it the one to resume from.
 
         Args:
-            name: of the file or folder, without its folder and ``.pth``.
+            name: the name of the file or folder, without parent folder and ``.pth``.
             tag: whether to resume from it. The best model is saved with False.
-            on_saved: called with the path when the checkpoint is complete, by one process, and in
+            on_saved: called with the path when the checkpoint is complete, in one process, and in
                 a thread if it is saved in the background.
-            on_full: called with the error of a full disk or a vanished folder, which is not raised
-                then.
+            on_full: called with the error if the disk is full or the folder has vanished; the
+                error is then not raised.
             extra: further entries, of tensors and plain types, such as ``iteration=99``.
 
         Raises:
-            ValueError: if ``name`` has a folder.
-            TypeError: if something could not be loaded back; the message names its key.
-            OSError: if the disk is full or fails. The files are as they were.
+            ValueError: if ``name`` includes a folder.
+            TypeError: if a value could not be loaded back; the message names its key.
+            OSError: if the disk is full or fails. Existing files are unchanged.
             Exception: the error of an earlier save in the background. Nothing is saved then.
         """
         self.check_name(name)
         if not self.save_dir:
             self.logger.warning("Nothing is saved, since save_dir is empty")
             return
-        # First, since on_full of the save before may change a state.
+        # First, since the on_full of the previous save may change a state.
         self._worker.wait()
         state = storable(self.content(extra))
         if not self.sharded:
             name += ".pth"
-            # The copy that the background writes puts sharded tensors together by itself.
+            # The copy for the background puts sharded tensors together itself.
             if not (self.background and self.save_to_disk):
                 state = full_tensors(state)
             if not self.save_to_disk:
@@ -260,7 +260,7 @@ class Checkpointer:
             if self.save_to_disk:
                 os.makedirs(self.save_dir, exist_ok=True)
                 keep_lock(self.save_dir)
-                # The state says how much of these is written.
+                # The state records how much of these files is written.
                 for file in filter(os.path.isfile, self.run_files()):
                     sync(file)
 
@@ -278,7 +278,7 @@ class Checkpointer:
                 write_file(state, path)
                 finish()
         except OSError as error:
-            # A folder that has vanished is made again by the next save.
+            # The next save creates a vanished folder again.
             is_gone = isinstance(error, FileNotFoundError)
             if on_full is None or not (is_gone or is_disk_full(error)):
                 raise
@@ -289,10 +289,10 @@ class Checkpointer:
         self._worker.wait()
 
     def finish(self) -> None:
-        """Wait as :meth:`wait` does, at the end of a run, and until all of it is in the store.
+        """Wait as :meth:`wait` does, at the end of a run, and until everything is in the store.
 
-        Temporary files of processes that were still ending when the run began are removed. The
-        folder is free for another run then.
+        Temporary files of processes that were still ending when the run began are removed. After
+        that, the folder is free for another run.
 
         Raises:
             StoreTakenError: if another process goes on with the run in the store.
@@ -306,9 +306,9 @@ class Checkpointer:
         unlock_folder(self.save_dir)
 
     def give_up(self) -> None:
-        """Wait as :meth:`wait` does, but only some seconds if other ranks may have failed.
+        """Wait as :meth:`wait` does, but only a few seconds if other ranks may have failed.
 
-        An upload has a minute.
+        An upload gets a minute.
         """
         is_done = self._worker.wait(_GIVE_UP_SECONDS if self._group else None)
         if is_done and self._store:
@@ -316,18 +316,18 @@ class Checkpointer:
         if is_done:
             unlock_folder(self.save_dir)
         else:
-            self.logger.error("The checkpoint that is being saved is given up")
+            self.logger.error("Giving up the checkpoint that is still being saved")
 
     def load(self, path: AnyPath | None, checkpointables: Names = None) -> State:
         """Load the model, and the checkpointables that the file has. Collective.
 
-        Nothing is changed unless the file is intact, has all that was asked for, and all ranks
-        accept it.
+        Nothing is changed unless the file is intact and has everything that was asked for, and all
+        ranks accept it.
 
         Args:
-            path: of a file or folder, or an address (:func:`hooktrain.checkpoint.local_path`). ""
-                and None load nothing.
-            checkpointables: the names of those to load beside the model; None loads all.
+            path: a file or folder, or an address (:func:`hooktrain.checkpoint.local_path`). "" and
+                None load nothing.
+            checkpointables: the names of the objects to load besides the model; None loads all.
                 For ``"trainer.optimizer"`` the trainer gets a state with that entry only.
 
         Returns:
@@ -336,7 +336,7 @@ class Checkpointer:
         Raises:
             OSError: on every rank, if one cannot read the checkpoint.
             CorruptCheckpointError: if it is broken or unsafe.
-            ValueError: if one of ``checkpointables`` is unknown, or not in the file.
+            ValueError: if one of ``checkpointables`` is unknown or not in the file.
         """
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
@@ -345,7 +345,7 @@ class Checkpointer:
         return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:
-        """The verified content that :meth:`load` loads, with its shards. Collective."""
+        """The verified content of a checkpoint, with this rank's shards. Collective."""
         on_all_ranks(self.wait)
         return read_on_all_ranks(local_path(path), self.model)
 
@@ -356,7 +356,7 @@ class Checkpointer:
             None if there is no checkpoint to resume from.
 
         Raises:
-            CorruptCheckpointError: if there are some, and none is intact.
+            CorruptCheckpointError: if there are checkpoints, but none is intact.
         """
         problems = []
         for name in self._names_to_resume():
@@ -368,13 +368,13 @@ class Checkpointer:
                 problems.append(f"  {name}: {error}")
         if problems:
             raise CorruptCheckpointError(
-                f"no checkpoint in {self.save_dir!r} is intact. Repair or remove them, "
-                "or resume elsewhere, to start from scratch:\n" + "\n".join(problems)
+                f"no checkpoint in {self.save_dir!r} is intact. Repair them, or start from scratch "
+                "without them or in another folder:\n" + "\n".join(problems)
             )
         ignored = checkpoint_names(self.save_dir)
         if ignored:
             self.logger.warning(
-                "Not resuming from %s in %r: not this run's, or no last iteration",
+                "Not resuming from %s in %r: not of this run, or without an iteration",
                 ignored,
                 self.save_dir,
             )
@@ -404,13 +404,14 @@ class Checkpointer:
         the checkpoint has the names and shapes of the model's tensors.
 
         Args:
-            path: the model to start from, if there is no checkpoint in ``save_dir``; "" and None
+            path: the model to start from if there is no checkpoint in ``save_dir``; "" and None
                 load nothing.
-            resume: whether to look into ``save_dir``.
-            checkpointables: see :meth:`load`. To resume, all of them must be in the checkpoint if
-                this is None.
-            strict: False resumes with a checkpoint that has only a part of the model on purpose,
-                such as adapters. A model whose ``state_dict`` returns that part needs no False.
+            resume: whether to look for checkpoints in ``save_dir``.
+            checkpointables: see :meth:`load`. If this is None, a checkpoint to resume from must
+                have all of them.
+            strict: False also resumes from a checkpoint that has only a part of the model on
+                purpose, such as adapters. A model whose ``state_dict`` returns only that part does
+                not need it.
 
         Returns:
             The entries that were not loaded, such as ``{"iteration": 99}``.
@@ -430,7 +431,7 @@ class Checkpointer:
         self, path: str, state: State, names: Names, strict: bool = False
     ) -> State:
         chosen: dict[str, State] = {}
-        # The states are not sent, only errors.
+        # The ranks exchange only errors, no states.
         on_all_ranks(lambda: chosen.update(self._choose_parts(path, state, names)))
         self.logger.info("Loading %s from %s", ", ".join(["model", *chosen]), path)
         self._load_into_model(state, strict)
@@ -439,12 +440,12 @@ class Checkpointer:
         return {key: state[key] for key in state if key not in {"model", *chosen}}
 
     def _choose_parts(self, path: str, state: State, names: Names) -> dict[str, State]:
-        """Choose the objects to load beside the model, and ask them whether they can be loaded.
+        """Choose the objects to load besides the model, and let them check their states.
 
         Args:
-            path: of the checkpoint, for the messages.
-            state: the content of a checkpoint.
-            names: those of :meth:`load`.
+            path: the path of the checkpoint, for the messages.
+            state: the content of the checkpoint.
+            names: the ``checkpointables`` of :meth:`load`.
 
         Returns:
             The states to load, by the names of the objects.

@@ -53,7 +53,7 @@ _PLAIN_TYPES = (
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
 
-# Numbers of numpy, which others save beside the weights, run no code.
+# NumPy scalars, which other libraries save beside the weights, run no code.
 _SCALAR, _ = np.float64().__reduce__()
 torch.serialization.add_safe_globals(
     [
@@ -70,9 +70,9 @@ class CorruptCheckpointError(RuntimeError):
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Whether there is a folder of shards, intact or not.
+    """Whether a path is a folder of shards, intact or not.
 
-    A hidden one does not count, nor does the ``lost+found`` of a disk, which only root can read.
+    A hidden folder does not count, nor does the ``lost+found`` of a disk, which only root can read.
     """
     path = Path(path)
     if path.name.startswith((".", "lost+found")):
@@ -81,15 +81,15 @@ def is_folder(path: AnyPath) -> bool:
 
 
 def save_file(state: State, path: AnyPath) -> None:
-    """Write a state to a file. A file of that name is replaced when the new one is on the disk.
+    """Write a state to a file. An old file of that name is replaced once the new one is on disk.
 
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets.
-        path: of the file.
+        path: the path of the file.
 
     Raises:
-        TypeError: if something could not be loaded back.
-        OSError: if the disk is full or fails. The old file is as it was.
+        TypeError: if a value could not be loaded back.
+        OSError: if the disk is full or fails. The old file is unchanged.
     """
     write_file(storable(state), path)
 
@@ -101,7 +101,7 @@ def write_file(state: State, path: AnyPath) -> None:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # torch fails again as it closes the file.
+            # torch fails a second time when it closes the file.
             first = error.__context__
             if isinstance(first, OSError):
                 raise first from None
@@ -114,23 +114,25 @@ def verify_file(path: AnyPath) -> None:
     A file without checksums, such as a ``.safetensors`` file, passes if its structure is right.
 
     Raises:
-        CorruptCheckpointError: if it is broken, compressed, or no file of torch.
+        CorruptCheckpointError: if it is broken, compressed, or not a torch file.
         OSError: if it cannot be opened.
     """
     if _is_safetensors(path):
-        _load_safetensors(path, "cpu")  # reads no data, and refuses what is cut
+        _load_safetensors(path, "cpu")  # reads no data, and refuses a truncated file
         return
     with open(path, "rb") as file, reading(path):
         problem = find_problem(file)
         if problem:
-            raise CorruptCheckpointError(f"{path} is no intact checkpoint: {problem}")
+            raise CorruptCheckpointError(
+                f"{path} is not an intact checkpoint: {problem}"
+            )
 
 
 def load_file(path: AnyPath, map_location: Device = "cpu") -> Any:
     """Verify a file, then load it without running any code that it may hold.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         map_location: the device on which the tensors arrive.
 
     Raises:
@@ -148,12 +150,12 @@ def load_verified(
     """Load a file that has been verified; see :func:`load_file`.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         map_location: the device on which the tensors arrive.
         mapped: whether the tensors stay in the file, whose pages all processes of a machine share.
-            Only this process sees its writes to such a tensor. The file may be replaced or
-            deleted meanwhile, as saves do it, but not written to. If a disk fails after the file
-            was verified, a signal (SIGBUS) ends the process, so map nothing that a run keeps.
+            Writes to such a tensor are private to this process. The file may be replaced or deleted
+            meanwhile, as saves do, but not written to. If the disk fails after the file was
+            verified, a signal (SIGBUS) ends the process, so map nothing that a run keeps.
     """
     if _is_safetensors(path):
         return _load_safetensors(path, map_location)
@@ -171,7 +173,7 @@ def _is_safetensors(path: AnyPath) -> bool:
 
 
 def _load_safetensors(path: AnyPath, map_location: Device) -> Any:
-    """The tensors of a file of that format, which stay in the mapped file."""
+    """The tensors of a ``.safetensors`` file, which stay in the mapped file."""
     from safetensors import torch as safetensors
 
     with reading(path):
@@ -190,7 +192,7 @@ def reading(path: AnyPath) -> Iterator[None]:
         if "allocate memory" in str(error):
             raise
         raise CorruptCheckpointError(
-            f"{path} is no intact checkpoint: {_reason(error)}"
+            f"{path} is not an intact checkpoint: {_reason(error)}"
         ) from error
 
 
@@ -202,11 +204,11 @@ def storable(value: Any, name: str = "") -> Any:
         name: the dotted key of the part, for the message.
 
     Returns:
-        The copy, with the same tensors but for views of larger ones, which are copied into host
-        memory, and with numbers of numpy as Python's.
+        The copy. It has the same tensors, but views of larger ones are copied into host memory,
+        and NumPy scalars become Python numbers.
 
     Raises:
-        TypeError: if something is refused; the message has its dotted key.
+        TypeError: if a value is refused; the message has its dotted key.
     """
     if is_sharded(value):
         return value
@@ -231,13 +233,13 @@ def storable(value: Any, name: str = "") -> Any:
     if not _is_storable_leaf(value):
         raise TypeError(
             f"cannot save {name} of type {kind.__module__}.{kind.__qualname__}: "
-            "give tensors with data or plain Python types only"
+            "use only tensors with data, and plain Python types"
         )
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     if value.untyped_storage().nbytes() <= value.nbytes:
         return value
-    # Of a view torch would save all of the memory. Host-device synchronisation.
+    # For a view torch would save all of its memory. Host-device synchronisation.
     return value.detach().to("cpu", copy=True)
 
 
@@ -252,16 +254,16 @@ def _is_storable_leaf(value: Any) -> bool:
 
 
 def find_problem(file: IO[bytes]) -> str:
-    """The problem of an open file of torch, or "". All checksums in it are compared, if any.
+    """The problem with an open torch file, or "". All checksums in it are compared, if any.
 
     Args:
-        file: at its beginning.
+        file: the file, at its beginning.
     """
     start = file.read(len(_LEGACY_MAGIC))
     if start == _LEGACY_MAGIC:
         return ""
     if not start.startswith(b"PK"):
-        return f"it begins with {start[:8]!r}, not as a file of torch.save"
+        return f"it begins with {start[:8]!r}, unlike a file of torch.save"
     with zipfile.ZipFile(file) as container:
         parts = container.infolist()
         for part in parts:
@@ -278,13 +280,13 @@ def find_problem(file: IO[bytes]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The line of a long message of torch that tells the reason."""
+    """The line of a long torch message that gives the reason."""
     _, _, message = str(error).rpartition("WeightsUnpickler error:")
     asked = re.search(r"GLOBAL (\S+)", message)
     if asked:
         return (
-            f"it asks for {asked[1]!r}, which could run code. Nothing was run. If you trust it: "
-            f"torch.serialization.add_safe_globals([{asked[1]}]), or for a whole model save its "
+            f"it needs {asked[1]!r}, which could run code. Nothing was run. If you trust it, call "
+            f"torch.serialization.add_safe_globals([{asked[1]}]); if it is a whole model, save the "
             "weights: torch.save(torch.load(path, weights_only=False)['model'].state_dict(), ...)"
         )
     first_line, _, _ = message.strip().partition("\n")
@@ -296,11 +298,11 @@ class CheckpointFile:
     """A checkpoint in one file, which every rank reads as a whole.
 
     Attributes:
-        path: of the file.
-        seen_as: the machine and the number of the file there. On two ranks it is the same if they
-            see the same file.
-        ending: the size of the file, and the checksum of its last bytes, in which torch has the
-            checksums of its parts. On two machines it is the same if the files are equal.
+        path: the path of the file.
+        seen_as: the machine, and the numbers of the disk and the file there. Ranks that see the
+            same file have the same ``seen_as``.
+        ending: the size of the file, and the checksum of its last bytes, in which torch keeps the
+            checksums of the parts. Machines with equal files have the same ``ending``.
     """
 
     path: AnyPath
@@ -310,13 +312,13 @@ class CheckpointFile:
     def verify(
         self, part: int = 0, parts: int = 1, *, sizes_only: bool = False
     ) -> None:
-        """Compare the checksums in the file. All of it is in the first part.
+        """Compare the checksums in the file, which is not divided: the first part is all of it.
 
         Args:
-            part: which part to read, from 0, if the ranks divide the work among themselves.
+            part: which part to verify, from 0, if the ranks divide the work.
             parts: the number of parts.
-            sizes_only: whether the data of tensors will not be read, so that the sizes of the
-                shards are enough. A file is verified as a whole.
+            sizes_only: whether only the sizes of shards are compared, since the data of tensors
+                will not be read. A file is always verified as a whole.
 
         Raises:
             CorruptCheckpointError: if it is broken.
@@ -334,14 +336,14 @@ class CheckpointFile:
         """Load the verified file, with the model's state under ``"model"``. Not collective.
 
         Args:
-            model: the model to load. Tensors that are copied into it, and those of which
-                a rank takes a shard, stay in the mapped file. All others are copied into memory,
-                since the object that loads them may keep them.
+            model: the model that will load the state. Tensors that are copied into it, and tensors
+                of which a rank takes a shard, stay in the mapped file. All others are copied into
+                memory, since the object that loads them may keep them.
             map_location: the device on which the tensors arrive.
             key: see :func:`hooktrain.checkpoint.load_checkpoint`.
 
         Raises:
-            CorruptCheckpointError: if it is broken, or holds no model's state.
+            CorruptCheckpointError: if it is broken, or holds no model state.
         """
         mapped = model is not None or map_location == "meta"
         content = load_verified(self.path, map_location, mapped=mapped)
@@ -368,21 +370,21 @@ def _copy_kept(state: State, shards: Tensors) -> State:
 def with_model(state: Any, path: AnyPath, key: str = "") -> State:
     """The content of a checkpoint, with the model's state under ``"model"``.
 
-    The files of MMEngine and Lightning have that under ``"state_dict"``. A bare state dict (tensors
-    by name) is taken as the model's.
+    Files of MMEngine and Lightning have it under ``"state_dict"``. A bare state dict (tensors by
+    name) is taken for the model's state.
 
     Args:
         state: the content.
-        path: where it was read, for the error.
+        path: the path that it was read from, for the error.
         key: the name of the model's state, if it is another one.
 
     Raises:
-        CorruptCheckpointError: if it holds no model's state.
+        CorruptCheckpointError: if it holds no model state.
     """
     content = state if isinstance(state, dict) else {}
-    there = [name for name in content if isinstance(content[name], dict)]
+    dicts = [name for name in content if isinstance(content[name], dict)]
     for name in [key] if key else ["model", "state_dict"]:
-        if name in there:
+        if name in dicts:
             rest = {
                 each: content[each] for each in content if each not in (name, "model")
             }
@@ -392,7 +394,7 @@ def with_model(state: Any, path: AnyPath, key: str = "") -> State:
     if names and not key and all(torch.is_tensor(content[name]) for name in names):
         return {"model": content}
     raise CorruptCheckpointError(
-        f"{path} is not a checkpoint: it has no {key or 'model'!r}, no 'state_dict', and not only "
-        f"tensors, but {reprlib.repr(state)}. load_checkpoint(..., key=...) takes the weights of "
-        f"another name, if they are one of {there}"
+        f"{path} is not a checkpoint: it has no {key or 'model'!r} and no 'state_dict', and is not "
+        f"a dict of tensors, but {reprlib.repr(state)}. If the weights have another name, use "
+        f"load_checkpoint(..., key=...) with one of {dicts}"
     )

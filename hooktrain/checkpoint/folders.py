@@ -3,8 +3,8 @@
 The shards and ``.metadata`` are files of torch.distributed.checkpoint, so its tools read the
 folder. This package reads neither the containers in them nor ``.metadata``, a pickle that may run
 any code. ``manifest.pth`` holds, in plain types, the size and the checksum of each file, which are
-compared before anything is read, and for each tensor a table of where its numbers are in the
-files. ``state.pth`` holds everything else. The folder gets its name when it is complete.
+compared before anything is read, and for each tensor a table of where its data is in the files.
+``state.pth`` holds everything else. The folder gets its name once it is complete.
 """
 
 import io
@@ -64,42 +64,42 @@ from hooktrain.utils.tensors import (
 Digest = tuple[int, int]
 """The size and the CRC-32 of a file."""
 
-# A copy from CUDA into pinned memory is faster. Pinning itself takes long, so small tensors are not
-# worth it.
+# A copy from CUDA into pinned memory is faster, but pinning itself is slow, and not worth it for
+# small tensors.
 _PINNED_BYTES = 1 << 20
 
-# Tensors can be mapped from a file if they begin at a multiple of it, as torch.save has it.
+# Tensors can be mapped from a file if they begin at a multiple of this, as in torch.save's files.
 _ALIGNMENT = 64
 
 Parts = dict[str, tuple[Any, Any]]
-"""The parts of tensors that a rank has written, by name: a row of both tables of an index."""
+"""The parts of tensors that a rank has written, by name: a row for each table of the index."""
 
 Index = dict[str, tuple[Tensor, Tensor]]
 """Two tables of whole numbers for each tensor, with a row for each of its parts.
 
-In the first one, offsets and sizes of the part in the tensor. In the second one, the number of its
-file in the manifest; where its container begins in the file; the length of that; and where its
-numbers begin in the file.
+The first table has the offsets of the part in the tensor, and its sizes. The second one has the
+number of its file in the manifest, the start of its container in that file, the length of the
+container, and the start of its data in that file.
 """
 
 
 def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
-    """Write a state to a folder that is there as a whole, or not at all. Collective.
+    """Write a state to a folder, which exists as a whole or not at all. Collective.
 
-    A sharded checkpoint of that name is replaced.
+    An old sharded checkpoint of that name is replaced.
 
     Args:
         state: tensors and plain types, nested in dicts, lists, tuples and sets. Each rank writes
             its shards of DTensors; the main process writes everything else.
         folder: the path of the folder, whose parent exists.
-        group: of all ranks. A thread needs one of its own.
+        group: the process group of all ranks. A thread needs its own.
 
     Raises:
-        ValueError: on every rank, if two tensors have one dotted name, or the ranks do not hold
-            the shards of the same tensors.
-        FileExistsError: if something else than a sharded checkpoint has that name.
-        OSError: on every rank, if the disk of one is full or fails, or does not give back what was
-            written. The old folder is as it was.
+        ValueError: on every rank, if two tensors have the same dotted name, or if the ranks do not
+            hold shards of the same tensors.
+        FileExistsError: if something other than a sharded checkpoint has that name.
+        OSError: on every rank, if the disk of one is full or fails, or does not return the bytes
+            that were written. The old folder is unchanged.
     """
     target = Path(folder)
     skeleton, tensors = _split(state)
@@ -109,7 +109,7 @@ def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
         def begin() -> Path:
             if target.exists() and not is_folder(target):
                 raise FileExistsError(
-                    f"{target} is no sharded checkpoint: it is not replaced"
+                    f"{target} is not a sharded checkpoint, so it is not replaced"
                 )
             temporary = stack.enter_context(replacing(target))
             temporary.mkdir()
@@ -119,14 +119,14 @@ def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
 
         def write() -> None:
             name = _file_of(comm.get_rank())
-            # If the folder has vanished, the rank that has made it finds no file to open.
+            # If the folder has vanished, the rank that created it cannot open a file in it.
             if comm.get_rank() and not temporary.is_dir():
                 raise OSError(
                     f"{temporary} is missing: the ranks do not share the disk"
                 )
             parts, digest = _write_parts(tensors, temporary / name)
             if _digest(temporary / name) != digest:
-                raise OSError(f"{target / name} is not as it was written")
+                raise OSError(f"{target / name} does not have the bytes written to it")
             written.append((parts, digest))
 
         on_all_ranks(write, group)
@@ -152,11 +152,11 @@ class CheckpointFolder(CheckpointFile):
     def verify(
         self, part: int = 0, parts: int = 1, *, sizes_only: bool = False
     ) -> None:
-        """Compare the files of one part with the manifest, or their sizes alone.
+        """Compare the files of one part with the manifest, or only their sizes.
 
         Raises:
-            CorruptCheckpointError: naming the first file that is missing, truncated or altered, or
-                outside of the folder; for a folder of an earlier revision.
+            CorruptCheckpointError: if a file is missing, truncated, altered or outside the folder;
+                the message names the first. Also for a folder of an earlier revision.
         """
         folder = Path(self.path)
         with reading(folder):
@@ -188,9 +188,9 @@ class CheckpointFolder(CheckpointFile):
         """Load the verified folder. Not collective. Runs no code that a file may hold.
 
         Args:
-            model: of a tensor only this rank's shard is read if a sharded tensor of this model has
-                its shape, and a name that is part of its dotted key. These are weights, their
-                averages, and the state of an optimizer. All other tensors are read in full.
+            model: only this rank's shard of a tensor is read if a sharded tensor of this model has
+                the same shape, and its name is part of the tensor's dotted key. These are weights,
+                their averages, and optimizer states. All other tensors are read in full.
             map_location: the device of tensors that are read in full. On ``"meta"`` they have no
                 data.
             key: see :func:`hooktrain.checkpoint.load_checkpoint`.
@@ -224,19 +224,19 @@ class CheckpointFolder(CheckpointFile):
 
 @torch.no_grad()
 def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
-    """Copy a nested state into the host memory that the copy before it has used.
+    """Copy a nested state into host memory, reusing that of the previous copy.
 
-    That is as much memory as the state needs. For large tensors on CUDA it is pinned, and torch
+    It takes as much memory as the state. For large tensors on CUDA the memory is pinned, and torch
     rounds their sizes up to a power of two. A tensor that the state holds under two names is one
     tensor in the copy too.
 
     Args:
-        state: it is not changed.
-        memory: what the call before has returned beside its copy; at first an empty dict.
-        whole: put sharded tensors together, one by one. That is collective.
+        state: the state, which is not changed.
+        memory: the memory that the previous call returned; at first an empty dict.
+        whole: whether to put sharded tensors together, one by one. This is collective.
 
     Returns:
-        The copy, and the memory to give to the next call.
+        The copy, and the memory to pass to the next call.
     """
     used: Any = {}
     devices = set()
@@ -250,10 +250,10 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
         if whole:
             data = full_tensor(leaf)
         devices.add(data.device)
-        # A tensor of the training keeps its address, so its copy finds its memory again.
+        # A tensor keeps its address during training, by which its copy finds its memory again.
         # An empty tensor has no address.
         address = own.data_ptr() or id(leaf)
-        views = (data.is_conj(), data.is_neg())  # of the same numbers
+        views = (data.is_conj(), data.is_neg())  # of the same data
         key = (address, own.stride(), data.shape, data.dtype, views)
         if key not in memory:
             memory[key] = torch.empty_like(
@@ -277,8 +277,8 @@ def _split(state: State) -> tuple[State, Tensors]:
     """Take the tensors out of a state.
 
     Returns:
-        A copy of the state, with tensors on ``"meta"``, which have no data, in their places; and
-        the tensors by their dotted keys. Sparse tensors are left in the copy.
+        A copy of the state, in which tensors on ``"meta"``, without data, stand for the tensors;
+        and the tensors by their dotted keys. Sparse tensors stay in the copy.
     """
     tensors: Tensors = {}
 
@@ -298,7 +298,7 @@ def _split(state: State) -> tuple[State, Tensors]:
 
 @cache  # so that a pickle of the index has each name once
 def _file_of(rank: int) -> str:
-    """The name that torch gives to the file of a rank."""
+    """The name that torch gives to a rank's file."""
     return f"__{rank}_0.distcp"
 
 
@@ -335,7 +335,7 @@ def _write_parts(tensors: Tensors, path: Path) -> tuple[Parts, Digest]:
 
 
 def _is_to_be_written(name: str, tensor: Tensor) -> bool:
-    """Whether this rank writes a tensor, or its shard of it."""
+    """Whether this rank writes a tensor, or its own shard of it."""
     if not is_sharded(tensor):
         return comm.is_main_process()
     sharded: Any = tensor
@@ -343,7 +343,7 @@ def _is_to_be_written(name: str, tensor: Tensor) -> bool:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return False
-    # Of equal shards one is written. The ranks that have them divide the tensors among themselves.
+    # Of equal shards only one is written. The ranks that hold them divide the tensors between them.
     writer = zlib.crc32(name.encode())
     return all(
         coordinate[dim] == writer % mesh.size(dim)
@@ -353,7 +353,7 @@ def _is_to_be_written(name: str, tensor: Tensor) -> bool:
 
 
 class _Container(io.BytesIO):
-    """Keeps what torch.save writes before and after the numbers, which it skips."""
+    """Keeps the bytes that torch.save writes before and after the data, which it skips."""
 
     position = 0
 
@@ -364,12 +364,12 @@ class _Container(io.BytesIO):
 
 @cache
 def _container(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the numbers of a contiguous tensor.
+    """The bytes that torch.save writes before and after the data of a contiguous tensor.
 
-    With zeros at the end, so that the next container, and with it the numbers, are aligned.
+    Zeros at the end align the next container, and with it its data.
     """
     container = _Container()
-    # Its memory is neither filled nor read, so it takes no pages.
+    # This memory is neither filled nor read, so it takes no pages.
     storage = torch.UntypedStorage(shape.numel() * dtype.itemsize, device="cpu")
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)
     with torch.serialization.skip_data():
@@ -380,18 +380,18 @@ def _container(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 
 def _index_of(everywhere: list[Parts], tensors: Tensors) -> tuple[Index, Metadata]:
-    """Where the parts of each tensor are, for this package and for torch.distributed.checkpoint.
+    """The places of all parts, for this package and for torch.distributed.checkpoint.
 
     Args:
         everywhere: the parts that each rank has written.
-        tensors: of the main process, by name.
+        tensors: the tensors of the main process, by name.
 
     Raises:
-        ValueError: if parts are missing, or a rank has others than the main process.
+        ValueError: if parts are missing, or if a rank has tensors that the main process lacks.
     """
     unknown = set().union(*everywhere) - tensors.keys()
     if unknown:
-        raise ValueError(f"a rank has {unknown}, and the main process has not")
+        raise ValueError(f"a rank has {unknown}, but the main process has not")
     index: Index = {}
     metadata = Metadata({}, storage_data={})
     for name, tensor in tensors.items():
@@ -416,8 +416,8 @@ def _read_tensors(tensors: Tensors, folder: Path) -> None:
     """Fill tensors from the files of a folder.
 
     Args:
-        tensors: by their dotted names; of a sharded one this rank's shard is filled.
-        folder: with a manifest.
+        tensors: the tensors by dotted names; of a sharded one, this rank's shard is filled.
+        folder: the folder, which has a manifest.
     """
     manifest = load_verified(folder / MANIFEST, mapped=True)
     files = list(manifest["files"])
@@ -451,13 +451,13 @@ def _overlap(
     """Find the parts that a tensor needs; of a sharded one, those that this rank's shard needs.
 
     Args:
-        name: of the tensor, for messages.
-        tables: of the tensor, as in the index.
-        tensor: only its shape and its sharding count.
+        name: the name of the tensor, for messages.
+        tables: its tables in the index.
+        tensor: the tensor, of which only the shape and the sharding matter.
 
     Returns:
         For each part that overlaps the shard: its place; its sizes; the sizes of the overlap; and
-        where the overlap begins in the shard, and in the part.
+        the offsets of the overlap in the shard, and in the part.
 
     Raises:
         ValueError: if the parts do not fill the shard exactly, so that some of it would be
@@ -469,7 +469,7 @@ def _overlap(
     low = offsets.maximum(origin)
     high = (offsets + sizes).minimum(origin + shape)
     some = (low < high).all(1)
-    # Each number of the shard has a weight, and the parts must have the weight of the whole.
+    # Each element of the shard has a weight, and the weights of the parts must add up to its own.
     weight = (_hash(high - origin) - _hash(low - origin)).prod(1)[some].sum()
     if weight != _hash(shape).prod():
         raise ValueError(f"parts of {name} are missing or overlap")
@@ -478,7 +478,7 @@ def _overlap(
 
 
 def _hash(index: Tensor) -> Tensor:
-    """A whole number for each index, modulo 2^64, as if drawn at random; 0 for the index 0."""
+    """A pseudorandom whole number for each index, modulo 2^64; 0 for the index 0."""
     mixed = index * 0x1E3779B97F4A7C15
     return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
 

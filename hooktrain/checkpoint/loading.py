@@ -26,7 +26,7 @@ from hooktrain.utils.tensors import Device, shard_like
 
 logger = logging.getLogger(__name__)
 
-# The entry of a tensor takes some 80 of them.
+# The entry of one tensor takes about 80 bytes.
 _ENDING_BYTES = 1 << 20
 
 Shape = tuple[int, ...]
@@ -37,11 +37,11 @@ Renames = Sequence[tuple[str, str]]
 
 
 def open_checkpoint(path: str) -> CheckpointFile:
-    """The file or folder of shards that a path is, intact or not.
+    """The checkpoint at a path, a file or a folder of shards, intact or not.
 
     Raises:
-        IsADirectoryError: for a folder that holds no checkpoint itself.
-        FileNotFoundError: if there is none.
+        IsADirectoryError: for a folder that is not itself a checkpoint.
+        FileNotFoundError: if the path does not exist.
     """
     if is_folder(path):
         from hooktrain.checkpoint.folders import CheckpointFolder
@@ -58,18 +58,18 @@ def open_checkpoint(path: str) -> CheckpointFile:
 def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> State:
     """Verify and load a file or a folder; the result has the model's state under ``"model"``.
 
-    Other files have it elsewhere; see :func:`hooktrain.checkpoint.files.with_model`.
+    Files of other libraries have it elsewhere; see :func:`hooktrain.checkpoint.files.with_model`.
 
     Args:
-        path: of the file or folder, which this process reads alone.
+        path: the path of the file or folder, which only this process reads.
         map_location: the device on which the tensors arrive. On ``"meta"`` they have no data, and
-            of the shards in a folder the sizes are verified alone.
+            only the sizes of shards in a folder are verified.
         key: see :func:`load_checkpoint`.
 
     Raises:
-        CorruptCheckpointError: if it is broken, or holds no model's state.
-        IsADirectoryError: for a folder that holds no checkpoint itself.
-        FileNotFoundError: if there is none; other ``OSError`` if it cannot be opened.
+        CorruptCheckpointError: if it is broken, or holds no model state.
+        IsADirectoryError: for a folder that is not itself a checkpoint.
+        FileNotFoundError: if the path does not exist; other ``OSError`` if it cannot be opened.
     """
     checkpoint = open_checkpoint(path)
     checkpoint.verify(sizes_only=map_location == "meta")
@@ -79,23 +79,23 @@ def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> S
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
     """Verify and load a file or a folder on every rank; see :func:`read_checkpoint`. Collective.
 
-    The ranks divide the files of a folder among themselves to verify them, and of those that see
-    the same file on the same machine only one verifies it.
+    The ranks divide the files of a folder among themselves to verify them. If several ranks see
+    the same file on the same machine, only one of them verifies it.
 
     Args:
-        path: of the file or folder, which every rank must be able to read.
-        model: if it is sharded, each rank reads its shards only.
+        path: the path of the file or folder, which every rank must be able to read.
+        model: if it is sharded, each rank reads only its shards.
 
     Raises:
-        CorruptCheckpointError: on every rank, if it is broken, holds no model's state, or is
-            another file on the disk of another machine.
-        OSError: on every rank, if one cannot open it.
+        CorruptCheckpointError: on every rank, if it is broken, holds no model state, or differs
+            between machines.
+        OSError: on every rank, if one of them cannot open it.
     """
     rank = comm.get_rank()
     seen = on_all_ranks(partial(open_checkpoint, path))
-    # Each rank takes its shards of its own file, so other files would be mixed without an error.
+    # Each rank takes its shards from the file that it sees, so different files would be mixed.
     if len({each.ending for each in seen}) > 1:
-        raise CorruptCheckpointError(f"the ranks see different files as {path}")
+        raise CorruptCheckpointError(f"the ranks see different files at {path}")
     checkpoint = seen[rank]
     same = [i for i, each in enumerate(seen) if each == checkpoint]
     on_all_ranks(lambda: checkpoint.verify(same.index(rank), len(same)))
@@ -105,13 +105,13 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 
 
 class IncompatibleKeys(NamedTuple):
-    """How a loaded state differed from the model. Each name is in one of the lists only.
+    """How a loaded state differed from the model. Each name is in only one of the lists.
 
     Attributes:
-        missing_keys: the names that are in the model, and not in the file.
-        unexpected_keys: the names that are in the file, and not in the model.
-        incorrect_shapes: ``(name, shape in the file, shape in the model)`` of other tensors that
-            were not loaded.
+        missing_keys: the names that are in the model but not in the file.
+        unexpected_keys: the names that are in the file but not in the model.
+        incorrect_shapes: ``(name, shape in the file, shape in the model)`` of tensors that were
+            not loaded because their shapes differ.
     """
 
     missing_keys: list[str]
@@ -141,10 +141,10 @@ def load_checkpoint(
 
     Args:
         model: changed in place.
-        filename: a path, or an address such as ``https://...``; see :func:`local_path`. All ranks
-            must load an address.
+        filename: a path, or an address such as ``https://...``; see :func:`local_path`. An address
+            must be loaded on all ranks.
         map_location: the device of the tensors in the result.
-        strict: whether to refuse a file if there is a difference.
+        strict: whether to refuse a file that differs from the model.
         revise_keys: patterns and replacements; see :func:`revise_names`.
         key: the name of the weights in the file, if it is another one, such as ``"teacher"``.
 
@@ -165,22 +165,22 @@ def load_checkpoint(
 def load_model_state(
     model: nn.Module, state: State, strict: bool = False, *, check_only: bool = False
 ) -> IncompatibleKeys:
-    """Load the tensors that fit by name and shape, and warn of the others.
+    """Load the tensors that fit by name and shape, and warn about the others.
 
-    Names that a wrapper adds are no difference: ``module.`` of DataParallel and of averaged models,
-    with their ``n_averaged``, and ``_orig_mod.`` of torch.compile, around any part of the model.
-    Parameters that are still uninitialised (of lazy modules) take the shape in the file. A missing
-    name counts as loaded if the model shares its tensor, and that was loaded under another name.
-    Each rank takes its shards of the tensors that the model has sharded.
+    Prefixes of wrappers around any part of the model make no difference: ``module.`` of
+    DataParallel and of averaged models, with their ``n_averaged``, and ``_orig_mod.`` of
+    torch.compile. Parameters that are still uninitialised (of lazy modules) take the shape in the
+    file. A missing name counts as loaded if the model shares its tensor with a name that was
+    loaded. If the model is sharded, each rank takes its shards.
 
     Args:
         model: changed in place.
-        state: tensors by name, as of ``model.state_dict()``. It is not changed.
-        strict: whether to refuse the state if there is a difference. The model is as it was then.
-        check_only: whether to load nothing, and only refuse what ``strict`` refuses.
+        state: tensors by name, as from ``model.state_dict()``. It is not changed.
+        strict: whether to refuse a state that differs from the model, which is then unchanged.
+        check_only: whether to load nothing, and only refuse a state as ``strict`` does.
 
     Returns:
-        The differences. What ``model.state_dict()`` leaves out on purpose is not missing.
+        The differences. Tensors that ``model.state_dict()`` leaves out on purpose are not missing.
 
     Raises:
         RuntimeError: if a value is not a tensor.
@@ -207,9 +207,9 @@ def load_model_state(
         found = _load(model, trial, in_model, incorrect)
         if any(found):
             raise ValueError(
-                f"the checkpoint is of another model, and nothing is loaded: {_describe(found)}\n"
-                "Give another folder, or the model of the checkpoint. If it has only a part of "
-                "the weights on purpose, strict=False loads what fits, as do load(path) and "
+                f"the checkpoint is of another model, so nothing is loaded: {_describe(found)}\n"
+                "Use another folder, or the model of the checkpoint. If it has only a part of the "
+                "weights on purpose, strict=False loads those that fit, as do load(path) and "
                 "train.init_checkpoint"
             )
     if check_only:
@@ -225,10 +225,10 @@ OF_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
 
 
 def _with_names_of(in_model: State, state: State) -> "OrderedDict[str, Any]":
-    """A copy of a state, whose names differ from the model's by no name of a wrapper."""
+    """A copy of a state in which names have the wrapper prefixes that they have in the model."""
     if state.keys() <= in_model.keys():
         return revise_names(state, ())
-    # The versions of modules in the metadata have names that end with a dot there.
+    # Names of modules, for the versions in the metadata, get a dot at the end in _renamed().
     modules = [f"{name}." for name in getattr(in_model, "_metadata", {})]
     ours = {OF_WRAPPERS.sub("", name): name for name in [*modules, *in_model]}
 
@@ -245,14 +245,13 @@ def _with_names_of(in_model: State, state: State) -> "OrderedDict[str, Any]":
 def _load(
     model: nn.Module, state: State, in_model: State, incorrect: Shapes
 ) -> IncompatibleKeys:
-    """Load a state. Only a load shows which names fit: modules rename those of older versions."""
+    """Load a state. Only a load shows which names fit, since modules rename older ones."""
     result = model.load_state_dict(state, strict=False)
     if in_model and state.keys() <= set(result.unexpected_keys):
         raise ValueError(
-            f"nothing in the state fits the model: it has {reprlib.repr(list(state))}, "
-            f"and the model {reprlib.repr(list(in_model))}. Names with other shapes (file, "
-            f"model): {incorrect[:10]}. If names differ, load by load_checkpoint() with "
-            "revise_keys="
+            f"nothing in the state fits the model: the state has {reprlib.repr(list(state))}, "
+            f"the model {reprlib.repr(list(in_model))}. Names with different shapes (file, model): "
+            f"{incorrect[:10]}. If the names differ, use load_checkpoint(..., revise_keys=...)"
         )
     # The model may have a parameter under several names.
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -263,7 +262,7 @@ def _load(
     for name in result.missing_keys:
         if name in in_model and parameters.get(name, name) not in known:
             missing.append(name)
-    # The count of torch's AveragedModel.
+    # n_averaged is the counter of torch's AveragedModel.
     unexpected = [n for n in result.unexpected_keys if not n.endswith("n_averaged")]
     return IncompatibleKeys(missing, unexpected, incorrect)
 
@@ -276,15 +275,15 @@ def _shape(value: Any) -> Any:
 
 
 def _describe(found: IncompatibleKeys) -> str:
-    """The differences, one kind a line."""
+    """The differences, one line per kind."""
     text = "the file and the model differ (shapes: in the file, in the model)"
     for kind, names in found._asdict().items():
         if names:
             text += f"\n{kind}: {names}"
     if "parametrizations." in text:
         text += (
-            "\ntorch.nn.utils.parametrize, as in weight_norm, changes names: it has to be "
-            "applied to the model before the load just if it was when the file was saved"
+            "\ntorch.nn.utils.parametrize, as in weight_norm, changes names: apply it to the model "
+            "before loading if it was applied when the file was saved, and only then"
         )
     return text
 
@@ -296,7 +295,7 @@ def revise_names(state: State, revise_keys: Renames) -> "OrderedDict[str, Any]":
     ['a', 'c']
 
     Args:
-        state: is not changed.
+        state: the state dict, which is not changed.
         revise_keys: patterns and replacements, applied one after the other. An unescaped dot in a
             pattern means any character.
 
@@ -314,15 +313,15 @@ def revise_names(state: State, revise_keys: Renames) -> "OrderedDict[str, Any]":
 
 
 def _renamed(state: State, rename: Callable[[str], str]) -> "OrderedDict[str, Any]":
-    """A copy with other names."""
+    """A copy of a state with renamed tensors."""
     renamed: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         new = rename(name)
         if new in renamed:
-            raise ValueError(f"{name!r} and another one would both be named {new!r}")
+            raise ValueError(f"{name!r} and another name would both become {new!r}")
         renamed[new] = value
-    # The versions of the modules, which they look at when they load, are stored by the names of
-    # the modules: "" for the model itself, the others without a dot at the end.
+    # Modules read their versions when they load. These are stored by the names of the modules: ""
+    # for the model itself, the others without a dot at the end.
     versions = {}
     for module, version in getattr(state, "_metadata", {}).items():
         new = rename(f"{module}.".removeprefix("."))

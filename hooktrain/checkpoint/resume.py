@@ -27,7 +27,7 @@ from hooktrain.utils.file_io import (
 logger = logging.getLogger(__name__)
 
 POINTER = "last_checkpoint"
-# The iteration of the checkpoint that the pointer names, if its name does not tell it.
+# A file with the iteration of the checkpoint that the pointer names, if its name has none.
 _ITERATION = ".last_iteration"
 
 # Files with other names may not belong to a run. MMEngine's are iter_70.pth and epoch_3.pth.
@@ -37,22 +37,22 @@ _OF_A_RUN = re.compile(
 
 
 def write_pointer(save_dir: AnyPath, name: str) -> None:
-    """Make a checkpoint the one to resume from: by its name alone, so the folder may be moved."""
+    """Make a checkpoint the one to resume from, by its name only, so the folder may be moved."""
     with atomic_write(os.path.join(save_dir, POINTER)) as file:
         file.write(name.encode())
 
 
 def write_iteration(save_dir: AnyPath, iteration: int | None) -> None:
-    """Keep the iteration of a checkpoint without a number, since the checkpoint may break.
+    """Store the iteration of a checkpoint without a number in its name, in case it breaks.
 
-    It is written before the pointer. Until that is moved, it names a checkpoint with a number.
+    This comes before the pointer moves, which until then names a checkpoint with a number.
     """
     with atomic_write(os.path.join(save_dir, _ITERATION)) as file:
         file.write(str(iteration).encode())
 
 
 def pointed_iteration(save_dir: AnyPath, pointed: str) -> int | None:
-    """The iteration of the checkpoint that the pointer names, or None if it is not known."""
+    """The iteration of the checkpoint that the pointer names, or None if unknown."""
     iteration = iteration_in_name(pointed)
     if pointed and iteration is None:
         with suppress(OSError, ValueError):
@@ -61,9 +61,10 @@ def pointed_iteration(save_dir: AnyPath, pointed: str) -> int | None:
 
 
 def pointed_name(save_dir: AnyPath) -> str:
-    """The name in ``last_checkpoint``, whether it is there or not; "" if the file is missing.
+    """The name in ``last_checkpoint``, even of a missing checkpoint; "" without such a file.
 
-    Of a whole path, as others write it, the name counts, since the folder may have been moved.
+    Of a full path, as other libraries write it, only the name counts, since the folder may have
+    been moved.
     """
     path = Path(save_dir, POINTER)
     if not path.exists():
@@ -72,12 +73,12 @@ def pointed_name(save_dir: AnyPath) -> str:
 
 
 def read_pointer(save_dir: AnyPath) -> str:
-    """The checkpoint that ``last_checkpoint`` names, or "" if there is none of that name."""
+    """The name of the checkpoint in ``last_checkpoint``, or "" if it does not exist."""
     name = pointed_name(save_dir)
     if name in checkpoint_names(save_dir):
         return name
     if name:
-        logger.warning("%s names %r, not a checkpoint of %s", POINTER, name, save_dir)
+        logger.warning("%s names %r, which is not in %s", POINTER, name, save_dir)
     return ""
 
 
@@ -96,9 +97,9 @@ def checkpoint_names(save_dir: AnyPath) -> list[str]:
 def names_to_resume(save_dir: AnyPath) -> list[str]:
     """The names of the checkpoints to try, in this order.
 
-    The one that ``last_checkpoint`` names comes first, then the others follow, newest first. Those
-    with a higher iteration than that one are of another run, and come last. A file that does not
-    have the name of a run's checkpoint, or holds no iteration, is left out.
+    The one that ``last_checkpoint`` names comes first, then the others, newest first. Those with a
+    higher iteration are of another run, and come last. Files that are not named like a run's
+    checkpoints, or hold no iteration, are left out.
     """
     pointed = read_pointer(save_dir)
     limit = pointed_iteration(save_dir, pointed)
@@ -131,14 +132,14 @@ def iteration_in_name(name: str) -> int | None:
 
 
 def _stored_iteration(path: str) -> int | None:
-    """The iteration in a checkpoint, or None. It is -1 in a broken one, which is tried last.
+    """The iteration in a checkpoint, or None; -1 for a broken one, which is tried last.
 
-    The file is not verified, as it will be if its turn comes.
+    The checkpoint is not verified here, but when it is tried.
     """
     try:
         state = open_checkpoint(path).read(None, "meta")
     except (OSError, CorruptCheckpointError) as error:
-        logger.warning("Cannot tell the iteration of %s: %s", path, error)
+        logger.warning("Cannot read the iteration of %s: %s", path, error)
         return -1
     iteration = state.get("iteration")
     return iteration if isinstance(iteration, int) else None
@@ -153,8 +154,8 @@ def files_to_delete(
 
     Args:
         save_dir: the folder.
-        prefix: of the names.
-        max_to_keep: how many, at least 1.
+        prefix: the prefix of the names.
+        max_to_keep: how many to keep, at least 1.
         newest: the iteration just saved. Checkpoints with a higher one are of another run, and do
             not count.
     """
@@ -173,11 +174,11 @@ def files_to_delete(
 def delete_after_verifying(newest: str, names: list[str]) -> None:
     """Delete older checkpoints, if the one just saved is intact.
 
-    A checkpoint that cannot be deleted is logged.
+    A failure to delete one is logged.
 
     Args:
-        newest: the path of the one just saved, a file or a folder.
-        names: of the others, in the same folder; see :func:`files_to_delete`.
+        newest: the path of the checkpoint just saved, a file or a folder.
+        names: the names of the older ones, in the same folder; see :func:`files_to_delete`.
     """
     if not names:
         return
@@ -198,7 +199,7 @@ def delete_after_verifying(newest: str, names: list[str]) -> None:
 def put_aside(save_dir: AnyPath, names: Iterable[str]) -> None:
     """Rename the best models of an earlier run, if any, to ``<name>.1``, or the next free number.
 
-    The process that writes calls it before a new run does.
+    The process that saves calls it before a new run saves anything.
 
     Raises:
         RuntimeError: if another run is using the folder.
@@ -213,19 +214,19 @@ def put_aside(save_dir: AnyPath, names: Iterable[str]) -> None:
 def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
     """Rename the folder of an earlier run to ``<name>.1``, or the next free number.
 
-    An empty folder takes its place. If the old one is renamed back, its run can be resumed. The
-    main process calls it before a new run writes anything.
+    An empty folder takes its place. To resume the earlier run, rename its folder back. The main
+    process calls this before a new run writes anything.
 
     Args:
         folder: the folder, which need not exist.
         initial: the path or address of the checkpoint that the new run starts from.
 
     Returns:
-        The new path of the old folder, or None if it has nothing to resume from and stays.
+        The new path of the old folder, or None if it has nothing to resume from, and so stays.
 
     Raises:
         RuntimeError: if another run is using it.
-        ValueError: if ``initial`` is in it, or if it is the current folder, or one above.
+        ValueError: if ``initial`` lies in it, or if it is or contains the current folder.
         OSError: if it cannot be renamed.
     """
     path = Path(folder).resolve()

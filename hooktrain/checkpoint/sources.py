@@ -17,8 +17,8 @@ from hooktrain.utils.file_io import AnyPath, is_address, replacing
 
 logger = logging.getLogger(__name__)
 
-# As torch.hub names files: resnet18-f37072fd.pth, with the first digits of the SHA-256. Decimal
-# digits alone are the date in model-20240101.pth.
+# torch.hub's names, such as resnet18-f37072fd.pth, have the first digits of the SHA-256. Decimal
+# digits alone are a date, as in model-20240101.pth.
 _DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
 
 Loader = Callable[[str], AnyPath]
@@ -28,10 +28,10 @@ _loaders: dict[str, Loader] = {}
 
 
 def register_scheme(prefix: str, loader: Loader) -> None:
-    """Say how addresses that begin with a prefix become local files.
+    """Register a loader, which turns addresses that begin with a prefix into local files.
 
-    Of several prefixes that an address begins with, the longest counts, and of two equal ones the
-    later.
+    If an address begins with several prefixes, the longest counts. A loader replaces an earlier
+    one of the same prefix.
 
     Example::
 
@@ -39,36 +39,37 @@ def register_scheme(prefix: str, loader: Loader) -> None:
         Checkpointer(model).load("zoo://resnet18.pth")
 
     Args:
-        prefix: such as ``"zoo://"``.
+        prefix: the prefix, such as ``"zoo://"``.
         loader: takes an address and returns the path of a local file. It is called in one process
-            a machine.
+            per machine.
     """
     _loaders[prefix] = loader
 
 
 def local_path(address: AnyPath, *, alone: bool = False) -> str:
-    """The path of a local file for an address, which is downloaded if that is necessary.
+    """The path of a local file for an address, which is downloaded if necessary.
 
     A file is downloaded into torch.hub's folder: from ``http://`` and ``https://`` once, and from
-    all other schemes that fsspec knows, such as ``s3://``, again when it has changed there. It
-    gets its name in that folder when it is complete and verified: a ``.pth`` file by its own
-    checksums, a ``.safetensors`` file by its structure, and any file of a web server by the digest
-    in its name, if there is one.
-    Loaders of :func:`register_scheme` go first. Anything else is a path, which is not looked at
-    here. Nothing is deleted: you may empty that folder at any time.
+    all other schemes that fsspec knows, such as ``s3://``, again if it has changed there. It gets
+    its name in that folder once it is complete and verified: a ``.pth`` file by its own checksums,
+    a ``.safetensors`` file by its structure, and any file from a web server by the digest in its
+    name, if there is one. Nothing is deleted: you may empty that folder at any time.
+
+    Loaders of :func:`register_scheme` take precedence. Anything else is a path, which is returned
+    unchecked.
 
     Collective, unless it is a path: one process of each machine fetches, and the others wait.
 
     Args:
         address: the path or address.
-        alone: this process fetches, whatever the others do.
+        alone: whether this process fetches by itself, without the other ranks.
 
     Raises:
         ValueError: if its scheme is unknown.
-        ImportError: if a package for it is not installed; it says which.
+        ImportError: if a package for the scheme is not installed; the message names it.
         OSError: on every rank, if the file cannot be downloaded.
-        CorruptCheckpointError: on every rank, if a ``.pth`` file is broken, or ends too early.
-        RuntimeError: on every rank, if it does not have the digest that its name tells.
+        CorruptCheckpointError: on every rank, if a ``.pth`` file is broken or truncated.
+        RuntimeError: on every rank, if the file does not match the digest in its name.
     """
     address = os.fspath(address)
     if not is_address(address):
@@ -85,14 +86,14 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
         return os.fspath(loader(address))
 
     paths = on_all_ranks(fetch)
-    # The ranks of a machine follow one another.
+    # The ranks of a machine are consecutive.
     return paths[comm.get_rank() - local_rank]
 
 
 def _download(address: str) -> str:
     """Download a file, or find an earlier download."""
     is_web = address.startswith(("http://", "https://"))
-    if is_web:  # for which fsspec would need aiohttp, which does not come with torch
+    if is_web:  # fsspec would need aiohttp for this, which does not come with torch
         name, version = Path(urlsplit(address).path).name or "download", ""
     else:
         import fsspec

@@ -1,16 +1,16 @@
-"""A store beside the disk, from which another machine goes on with a run.
+"""A store beside the disk, from which another machine can continue a run.
 
-A store is any address that fsspec knows, such as ``s3://bucket/run``. There are two kinds of files
-in it, and none replaces another one:
+A store is any address that fsspec knows, such as ``s3://bucket/run``. It contains two kinds of
+files, and no file ever replaces another:
 
-- ``<time>-<size>-<path>`` is a file of the run. It had this time and size on the disk; dots stand
-  for the slashes in its path.
-- ``pointer-<number>-<process>-<count>.json`` names the newest checkpoint, the one before, and what
-  is beside them, such as metrics. It is written when all of that is there. The pointer before it
-  is deleted then, so that a kill that leaves half of one does no harm.
+- ``<time>-<size>-<path>`` is a file of the run, named by its time, size and path on the disk, with
+  dots for the slashes in the path.
+- ``pointer-<number>-<process>-<count>.json`` names the newest checkpoint, the one before it, and
+  the files beside them, such as metrics. It is written once all of these are in the store. Only
+  then is the previous pointer deleted, so a kill that leaves half a pointer does no harm.
 
-Each process that goes on with the run claims the store by pointers with the next number: the last
-one counts, and the others must end.
+Each process that continues the run claims the store by pointers with the next number: the last
+claim counts, and the other processes must end.
 """
 
 import json
@@ -47,41 +47,41 @@ Files = dict[str, str]
 """Names in the store, by the paths in the output folder."""
 
 Entry = dict[str, Any]
-"""The ``name`` of a file or a folder of shards in the output folder, the ``iteration`` of a
-checkpoint, or -1 for what is beside, and its ``files``."""
+"""The ``name`` of a file or a folder of shards in the output folder; its ``iteration`` if it is a
+checkpoint, else -1; and its ``files``."""
 
 RunFiles = Callable[[], Iterable[AnyPath]]
-"""Returns the paths of the files and folders of shards that go into a store with each checkpoint,
-such as metrics. Those that are missing or not in the output folder are left out."""
+"""Returns the paths of the files and folders of shards to upload with each checkpoint, such as
+metrics. Those that are missing or outside the output folder are skipped."""
 
 _BEAT_SECONDS = 1.0
 # How many beats the main process waits for the shards of other ranks, once its own are there.
 _PATIENCE = 60
 _KEY = re.compile(r"\d{18,}-\d+-[^/]+")
 _POINTER = re.compile(r"pointer-\d{8}-.+\.json")
-# The names that a run gives to its files in a store, some for a moment. Others may be of the user.
+# Names of a run's files in a store, some of them temporary. Other files may be the user's.
 _OF_A_RUN = re.compile(r"\d{18,}-\d+-[^/]+|\.?pointer-\d{8}-.+")
 
 
 class StoreTakenError(RuntimeError):
-    """Another process goes on with the run in the store."""
+    """Another process has taken over the run in the store."""
 
 
 class Store:
-    """Puts the newest checkpoint of a folder into a store, and brings it back.
+    """Uploads the newest checkpoint of a folder to a store, and fetches it back.
 
-    Each rank has one. Of a folder of shards it puts and fetches its own share.
+    Each rank has a Store, which uploads and fetches its share of a folder of shards.
 
     Args:
-        address: of a folder that no other run uses, such as ``s3://bucket/run``; or the absolute
-            path of one on another disk.
+        address: the address of a folder that no other run uses, such as ``s3://bucket/run``, or
+            the absolute path of a folder on another disk.
         folder: the output folder, on a disk.
 
     Attributes:
-        worker: puts a checkpoint there in a thread.
+        worker: the thread that uploads a checkpoint.
 
     Raises:
-        ImportError: if a package for the address is not installed; it says which.
+        ImportError: if a package for the address is not installed; the message names it.
         ValueError: if it is not an address or absolute path, has an unknown scheme, or lies in the
             output folder.
     """
@@ -99,16 +99,16 @@ class Store:
             is_inside = Path(root).resolve().is_relative_to(self._folder.resolve())
             if is_inside or not self.address.endswith(root):
                 raise ValueError(
-                    "a store is an address, such as s3://bucket/run, or an absolute path outside "
-                    f"of the output folder, not {self.address!r}"
+                    "a store must be an address, such as s3://bucket/run, or an absolute path "
+                    f"outside the output folder, not {self.address!r}"
                 )
         self.worker = BackgroundWorker("upload")
         self._rank = comm.get_rank()  # the thread may outlive the process group
         self._ranks = comm.get_world_size()
-        self._claim = ""  # the beginning of the names of this process's pointers
+        self._claim = ""  # the prefix of the names of this process's pointers
         self._count = 0  # of its pointers
         self._entries: list[Entry] = []  # of its last pointer
-        # The names and sizes of the files in the last list, and the names of those put since.
+        # The names and sizes of the files in the last listing, and of those uploaded since.
         self._there: dict[str, float] = {}
 
     def begin(self, *, is_new: bool) -> None:
@@ -118,27 +118,27 @@ class Store:
             is_new: whether the run has loaded no checkpoint.
 
         Raises:
-            ValueError: if it is new, and checkpoints are in the store.
+            ValueError: if it is new, but the store has checkpoints.
         """
         entries = self.look()
         if is_new and entries:
             raise ValueError(
-                f"there is a run in the store {self.address!r}: resume it, or give "
+                f"the store {self.address!r} already has a run: resume it, or give "
                 "another address"
             )
         number = int(self._newest_pointer()[8:16] or 0) + 1
-        # No other process has this name, so two that claim it at once do not share a file.
+        # The name is unique, so that two processes that claim at once do not share a file.
         self._claim = f"pointer-{number:08}-{socket.gethostname()}-{uuid4()}-"
         self._write(entries)
 
     def names_to_resume(self, names: Iterable[str]) -> Iterator[str]:
-        """The checkpoints to try, of the folder and of the store, the newest ones first.
+        """The checkpoints to try, of the folder and of the store, newest first.
 
-        One of the store is fetched when its turn comes: after those of the folder that are as new.
+        One of the store is fetched when its turn comes, after those of the folder that are as new.
         Collective: each rank fetches its share.
 
         Args:
-            names: of those in the folder, in their order. Where the iteration rises, the
+            names: the names of those in the folder, in their order. Where the iteration rises, the
                 checkpoints of another run begin, which come last.
 
         Raises:
@@ -152,7 +152,7 @@ class Store:
         for name in chain(names, [""]):
             iteration = on_main_process(partial(pointed_iteration, self._folder, name))
             if iteration is None or iteration > lowest:
-                iteration = -1  # all of the store come first
+                iteration = -1  # all checkpoints of the store come first
             lowest = iteration
             while entries and entries[-1]["iteration"] > lowest:
                 saved = entries.pop()
@@ -169,17 +169,17 @@ class Store:
                         self.address,
                         error,
                     )
-                    # A machine that still trains may have replaced files.
+                    # A machine that is still training may have replaced files.
                     entries = on_main_process(self.look)
             if name:
                 yield name
         if tried:
             raise CorruptCheckpointError(
-                f"in {self.address} these are broken: {[each['name'] for each in tried]}"
+                f"in {self.address} all are broken: {[each['name'] for each in tried]}"
             )
 
     def _fetch(self, saved: Entry, others: list[Entry]) -> None:
-        """Fetch a checkpoint into the folder, and before it those files beside that are intact."""
+        """Fetch a checkpoint into the folder, and first the files beside it that are intact."""
         logger.info("Fetching %s from %s", saved["name"], self.address)
         for each in others:
             try:
@@ -191,7 +191,7 @@ class Store:
 
         def tag() -> None:
             write_iteration(self._folder, saved["iteration"])
-            # Last, so that after a kill all of it is fetched again.
+            # Last, so that after a kill everything is fetched again.
             write_pointer(self._folder, saved["name"])
 
         on_main_process(tag)
@@ -207,12 +207,12 @@ class Store:
                 missing = self._missing(entry["files"])
                 if missing:
                     raise CorruptCheckpointError(
-                        f"{missing} is missing or cut in {self.address}"
+                        f"{missing} is missing or truncated in {self.address}"
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
                 return stack.enter_context(replacing(target))
 
-            def bring() -> None:
+            def download() -> None:
                 for path, key in self._share(entry["files"]).items():
                     local = temporary / os.path.relpath(path, entry["name"])
                     local.parent.mkdir(exist_ok=True)
@@ -226,26 +226,26 @@ class Store:
                     verify_file(temporary)
 
             temporary = on_main_process(begin)
-            on_all_ranks_patiently(bring)
+            on_all_ranks_patiently(download)
             on_all_ranks_patiently(verify)
             on_main_process(stack.close)  # the rename
 
     def offer(self, name: str, run_files: RunFiles) -> bool:
-        """Begin to put a checkpoint into the store, in a thread.
+        """Start to upload a checkpoint to the store, in a thread.
 
-        If the one before is still on its way, or has failed, the log says so. The other ranks put
-        their shares if the main process has begun.
+        If the previous upload is still running, or has failed, the log says so. The other ranks
+        upload their shares if the main process has started.
 
         Args:
-            name: of the checkpoint in the folder to resume from.
-            run_files: the main process calls it in the thread.
+            name: the name of the checkpoint in the folder to resume from.
+            run_files: called by the main process in the thread.
 
         Returns:
-            Whether it has begun.
+            Whether the upload has started.
 
         Raises:
-            StoreTakenError: on the main process, if the upload before has found that another
-                process goes on with the run.
+            StoreTakenError: on the main process, if the previous upload has found that another
+                process has taken over the run.
         """
 
         def upload() -> None:
@@ -255,12 +255,14 @@ class Store:
                 raise
             except Exception as error:  # each package raises its own
                 logger.error(
-                    "NOT IN THE STORE %s: %r. It is tried again", self.address, error
+                    "NOT IN THE STORE %s: %r. It will be tried again",
+                    self.address,
+                    error,
                 )
 
         if not self.worker.wait(0):
             logger.warning(
-                "This checkpoint does not go to %s, since one is still on its way",
+                "This checkpoint is not uploaded to %s: the previous upload is still running",
                 self.address,
             )
             return False
@@ -268,12 +270,12 @@ class Store:
         return True
 
     def finish(self, run_files: RunFiles) -> None:
-        """Put the newest checkpoint into the store, as the folder is at the end of the run.
+        """Upload the newest checkpoint and the files beside it, as they are at the end of the run.
 
-        Each rank puts its share.
+        Each rank uploads its share.
 
         Raises:
-            StoreTakenError: if another process goes on with the run.
+            StoreTakenError: if another process has taken over the run.
             Exception: if the store refuses a file.
         """
         self.worker.wait()
@@ -282,12 +284,12 @@ class Store:
     def _upload(self, name: str, run_files: RunFiles) -> None:
         iteration = pointed_iteration(self._folder, name)
         if iteration is None:
-            logger.warning("Nothing goes to %s without an iteration", self.address)
+            logger.warning("Nothing is uploaded to %s: no iteration", self.address)
             return
         newest = self._entry(name, iteration)
         files = newest["files"]
         if not files:
-            raise FileNotFoundError(f"{name} was deleted before it was in the store")
+            raise FileNotFoundError(f"{name} was deleted before it was uploaded")
         if self._rank > 0:
             self._put(self._share(files))
             return
@@ -304,9 +306,9 @@ class Store:
         beside = list(map(self._entry, filter(_is_inside, paths)))
         for each in (*beside, newest):
             self._put(each["files"])
-        # Later ones are of a past from which the run has not gone on.
+        # Later ones are left over from a past that the run has not continued.
         older = [each for each in self._entries if 0 <= each["iteration"] < iteration]
-        is_new = newest not in self._entries  # else only what is beside it may be new
+        is_new = newest not in self._entries  # else only the files beside it may be new
         entries = [*beside, *older[-1:], newest]
         self._write([each for each in entries if each["files"]])
         if is_new:
@@ -324,13 +326,13 @@ class Store:
         return {"name": name, "iteration": iteration, "files": files}
 
     def _share(self, files: Files) -> Files:
-        """The part of the files that this rank puts or fetches."""
+        """The files that this rank uploads or fetches."""
         return dict(sorted(files.items())[self._rank :: self._ranks])
 
     # Requests to the store.
 
     def _list(self) -> None:
-        """List the store. Refuse if another process has taken the run over."""
+        """List the store; raise a StoreTakenError if another process has taken over the run."""
         self._system.invalidate_cache()
         try:
             found = self._system.ls("", detail=True)
@@ -349,7 +351,7 @@ class Store:
             )
 
     def _newest_pointer(self) -> str:
-        """The last one of the pointers there, or ""."""
+        """The name of the last pointer in the store, or ""."""
         return max(filter(_POINTER.fullmatch, self._there), default="")
 
     def _missing(self, files: Files) -> Files:
@@ -361,7 +363,7 @@ class Store:
         }
 
     def _put(self, files: Files) -> None:
-        """Put files into the store, but for those that are there."""
+        """Upload the files that the store lacks."""
         for path, key in self._missing(files).items():
             self._system.put_file(str(self._folder / path), key)
             self._there[key] = math.inf
@@ -372,11 +374,11 @@ class Store:
         try:
             return self._read()
         except FileNotFoundError:
-            self._list()  # a machine that still trains has written the next one
+            self._list()  # a machine that is still training has written the next one
             return self._read()
 
     def _read(self) -> list[Entry]:
-        """The entries of the newest intact pointer: files beside, then checkpoints by age."""
+        """The entries of the newest intact pointer: first other files, then checkpoints by age."""
         pointers = sorted(filter(_POINTER.fullmatch, self._there))
         while pointers:
             pointer = pointers.pop()
@@ -404,13 +406,13 @@ class Store:
         self._entries = entries
 
     def _delete_old(self) -> None:
-        """Delete the files of runs there that the last pointer does not name."""
-        # Other ranks may be putting their shares of a newer checkpoint already.
+        """Delete the files of runs in the store that the last pointer does not name."""
+        # Other ranks may already be uploading their shares of a newer checkpoint.
         entries = [*self._entries, self._entry(read_pointer(self._folder))]
         needed = set().union(*[each["files"].values() for each in entries])
         try:
             for name in filter(_OF_A_RUN.fullmatch, self._there.keys() - needed):
-                # A process that takes over may be writing a pointer with a later number.
+                # A process that is taking over may be writing a pointer with a later number.
                 if name.lstrip(".")[:16] <= self._claim[:16]:
                     self._system.rm_file(name)
         except Exception as error:
@@ -422,12 +424,12 @@ class Store:
 
 
 def _is_inside(path: str) -> bool:
-    """Whether it is the path of something in a folder, and not hidden there."""
+    """Whether a path stays inside the folder that it is relative to, and is not hidden."""
     return path[:1] not in "./" and os.path.normpath(path) == path
 
 
 def _checked(entry: Entry) -> Entry:
-    """An entry of a pointer, which may be forged."""
+    """Return an entry of a pointer after checking it, since it may be forged."""
     name, files = entry["name"], entry["files"]
     of_entry = [
         _is_inside(path) and f"{path}/".startswith(f"{name}/") for path in files

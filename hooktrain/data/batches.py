@@ -29,65 +29,65 @@ GENERATORS = (
 )
 
 SAME_BATCHES = (
-    "Ranks or workers have read the same first batch. If each reads all of the data, divide it by "
-    "comm.data_parallel_rank() and torch.utils.data.get_worker_info()"
+    "Ranks or workers have read the same first batch. If each reads all of the data, divide it "
+    "among them by comm.data_parallel_rank() and torch.utils.data.get_worker_info()"
 )
 OTHER_STREAMS = (
     "The ranks divide different streams, so samples are read twice or never: give "
-    "build_train_loader() the same data set, seed and total_batch_size on each, not %s and %s"
+    "build_train_loader() the same data set, seed and total_batch_size on all ranks, not %s and %s"
 )
 EQUAL_RANKS = (
-    "%s divides nothing among the ranks: unless each has a part of the data of its own, take "
-    "build_train_loader() or a DistributedSampler"
+    "%s does not divide the data among the ranks: unless each rank has its own part of the data, "
+    "use build_train_loader() or a DistributedSampler"
 )
 EQUAL_WORKERS = (
     "Each worker has a copy of the generator in %s.%s and draws the same numbers: draw from "
     "np.random, torch or random, which each worker seeds"
 )
 NO_EPOCHS = (
-    "%s.set_epoch() is not called, since the stream of build_train_loader() does not end: give the "
-    "trainer a DataLoader, or let the sample depend on its index and on random numbers alone"
+    "%s.set_epoch() is not called, since the stream of build_train_loader() never ends: give the "
+    "trainer a DataLoader, or let a sample depend only on its index and on random numbers"
 )
 ONE_POSITION = (
-    "A checkpoint has the main process's position in the %s, and each rank continues from there. "
-    "That is right only if all ranks have the same state; see docs/guide/data.md to save theirs"
+    "A checkpoint has the main process's position in the %s, and all ranks continue from there. "
+    "This is right only if all have the same state; docs/guide/data.md shows how to save each one"
 )
 STARTS_AGAIN = (
     "The position in the %s could not be restored, so its loader starts from the beginning. A "
-    "loader of build_train_loader() continues; for a stream, torchdata's StatefulDataLoader does"
+    "loader of build_train_loader() continues; so does torchdata's StatefulDataLoader, for a stream"
 )
 
 
 class Batches(Iterator[Any]):
-    """The batches of a loader, which is started again whenever it is exhausted.
+    """The batches of a loader, which is restarted whenever it is exhausted.
 
-    Before each new epoch ``set_epoch(epoch)`` is called on its samplers and on its data set, if
-    they have this method, also those inside of others. If a data set has it, persistent workers are
-    started anew, since they keep a copy.
+    Before each new epoch ``set_epoch(epoch)`` is called on its samplers and data sets that have
+    this method, including wrapped ones. If a data set has it, persistent workers are restarted,
+    since they keep a copy.
 
     Args:
-        loader: any iterable of batches; None gives None for each batch, without end.
+        loader: any iterable of batches; None makes each batch None, without end.
         name: the name of the data in warnings.
 
     Attributes:
         loader: the loader.
         epoch: how many times the loader was exhausted.
-        first: the checksums of the first batches, of up to two workers. Of a ``TrainLoader`` only
-            if the sampler is no ``StreamSampler``, which divides the data itself.
+        first: the checksums of the first batches of up to two workers. For a ``TrainLoader`` they
+            are kept only if its sampler is not a ``StreamSampler``, which divides the data itself.
     """
 
     def __init__(self, loader: Iterable[Any] | None, name: str = "data") -> None:
         self.loader: Any = loader
         self._name = name
         self.epoch = 0
-        self._taken = 0  # the batches of this epoch
+        self._taken = 0  # the number of batches taken in this epoch
         self._iterator: Iterator[Any] | None = None
         self.first: list[int] = []
         self._compared = 0
         if isinstance(loader, DataLoader):
             self._compared = min(max(loader.num_workers, 1), 2)
         if isinstance(loader, TrainLoader):
-            # They are counted here, so that no other iterator moves the position.
+            # Batches are counted here, so that no other iterator moves the position.
             loader.is_counted = False
             self._compared = not isinstance(loader.sampler, StreamSampler)
             for each in with_epochs(loader.dataset):
@@ -99,8 +99,8 @@ class Batches(Iterator[Any]):
         """Start the loader and its workers unless they have started, and return its iterator.
 
         Raises:
-            TypeError: for a data set, several loaders, or torchdata's loader of a stream without a
-                state.
+            TypeError: if it is a data set, several loaders, or torchdata's loader of a stream
+                without a state.
         """
         if self._iterator is None:
             _refuse_loaders(self.loader)
@@ -134,15 +134,15 @@ class Batches(Iterator[Any]):
                     self.loader.batches += 1
                 return batch
         raise ValueError(
-            f"the data loader gives no batch: {self.loader!r}. Either it is empty, perhaps by "
-            "drop_last, or it can be iterated only once"
+            f"the data loader gives no batch: {self.loader!r}. Either it is empty, perhaps because "
+            "of drop_last, or it can be iterated only once"
         )
 
     def state_dict(self) -> State:
         """The epoch, and the state of the loader if it has a ``state_dict``.
 
-        It starts a loader that is not :class:`TrainLoader`. torchdata's would start itself
-        otherwise, in the order of epoch 0 and with workers that signals end.
+        A loader that is not a :class:`TrainLoader` is started first. Otherwise torchdata's would
+        start itself, in the order of epoch 0 and with workers that signals end.
         """
         if hasattr(self.loader, "state_dict"):
             if not isinstance(self.loader, TrainLoader):
@@ -153,7 +153,7 @@ class Batches(Iterator[Any]):
         return {"epoch": self.epoch + is_over}
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Let the loader raise its error for the state of other data."""
+        """Let the loader refuse the state of other data."""
         if "loader" in state_dict and hasattr(self.loader, "check_state_dict"):
             self.loader.check_state_dict(state_dict["loader"])
 
@@ -172,7 +172,7 @@ def warn_of_equal_samples(loader: Any) -> None:
     """Warn if ranks read the same samples, or if workers draw the same random numbers.
 
     Args:
-        loader: the loader of the training, on each rank.
+        loader: this rank's training loader.
     """
     options = getattr(loader, "options", {})
     dataset = getattr(loader, "dataset", None)
@@ -189,7 +189,7 @@ def warn_of_equal_samples(loader: Any) -> None:
         reads = [getattr(kind, name, None) for name in ("__getitem__", "__iter__")]
         for name in chain.from_iterable(map(names_used, reads)):
             value = getattr(dataset, name, None)
-            # Those of a transform.
+            # A transform may have generators among its attributes.
             parts = getattr(value, "__dict__", {}).values() if callable(value) else ()
             if any(isinstance(each, GENERATORS) for each in (value, *parts)):
                 logger.warning(EQUAL_WORKERS, kind.__name__, name)
@@ -197,12 +197,12 @@ def warn_of_equal_samples(loader: Any) -> None:
 
 
 def _refuse_loaders(loader: Any) -> None:
-    """Refuse several loaders, and one that would come back to a wrong place."""
+    """Refuse several loaders, and a loader that would resume at a wrong position."""
     items = loader if isinstance(loader, list | tuple) else ()
     are_loaders = any(isinstance(each, DataLoader | TrainLoader) for each in items)
     if are_loaders or isinstance(loader, Mapping):
         raise TypeError(
-            "give one loader, such as one of a ConcatDataset of all data sets, not "
+            "give one loader, for example of a ConcatDataset of all data sets, not "
             f"several: {loader!r}"
         )
     dataset = getattr(loader, "dataset", None)
@@ -212,7 +212,7 @@ def _refuse_loaders(loader: Any) -> None:
         and hasattr(loader, "state_dict")
         and not hasattr(dataset, "state_dict")
     ):
-        # torchdata would read it again up to its place, and at the second resume too far.
+        # torchdata would read the stream again up to its position, and too far at a second resume.
         raise TypeError(
             f"{type(loader).__name__} needs a state_dict() and load_state_dict() of "
             f"{type(dataset).__name__} to continue; docs/guide/data.md has an example"
@@ -220,14 +220,14 @@ def _refuse_loaders(loader: Any) -> None:
 
 
 def warn_of_equal_batches(batches: Batches) -> None:
-    """Warn if ranks or workers have read the same first batch, or other streams. A collective."""
+    """Warn if ranks or workers read the same first batch, or different streams. A collective."""
     loader = batches.loader
     stream = loader.state_dict() if isinstance(loader, TrainLoader) else None
     for other in comm.all_gather(stream):
         if other != stream:
             logger.warning(OTHER_STREAMS, stream, other)
             break
-    # Ranks that compute a batch together read the same.
+    # Ranks that compute a batch together read the same one.
     parts = dict(comm.all_gather((comm.data_parallel_rank(), batches.first)))
     first = list(filter(None, chain.from_iterable(parts.values())))
     if len(set(first)) < len(first):

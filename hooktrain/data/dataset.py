@@ -10,25 +10,24 @@ from hooktrain.data.samplers import mix
 # A function of each sample.
 Mapper = Callable[[Any], Any]
 
-# A function that filters out so many samples in a row is probably wrong.
+# A function that leaves out this many samples in a row is probably wrong.
 MAX_ATTEMPTS = 1000
 
 
 class MapDataset(Dataset[Any]):
     """Applies a function to each sample of a data set.
 
-    If the function returns None, the data set gives another sample instead. Which one it is
-    depends only on the index.
+    If the function returns None, another sample is used instead, which depends only on the index.
 
     Args:
         dataset: a data set with ``__len__`` and ``__getitem__``. For an ``IterableDataset`` the
             result is a :class:`MapIterableDataset`, which leaves out samples that become None.
-        map_func: takes a sample and returns what to use, or None. Worker processes that are not
-            forked import it by its name, so it cannot be a lambda there.
+        map_func: takes a sample and returns the sample to use, or None. Worker processes that are
+            not forked import it by its name, so it cannot be a lambda there.
     """
 
     def __new__(cls, dataset: Any, map_func: Mapper) -> Any:
-        """Choose the class by the kind of the data set."""
+        """Choose the class by the kind of data set."""
         if isinstance(dataset, IterableDataset) and cls is not MapIterableDataset:
             return MapIterableDataset(dataset, map_func)
         return super().__new__(cls)

@@ -38,7 +38,7 @@ from hooktrain.utils.workers import start_workers
 logger = logging.getLogger(__name__)
 
 _DECIDED = (
-    "(mapper is a function of each sample; total_batch_size, seed and sampler decide on the "
+    "(mapper is a function of each sample; total_batch_size, seed and sampler determine the "
     "batches; shuffle=False keeps the order)"
 )
 
@@ -66,8 +66,8 @@ class TrainLoader:
         dataset: the data set.
         sampler: the sampler, which gives the indices.
         total_batch_size: the number of samples in a batch of all ranks together.
-        seed: the seed of the stream; also that of the sampler, if it is a StreamSampler.
-        adopt_seed: whether the seed was drawn, so that a loaded state brings its own.
+        seed: the seed of the stream, and of the sampler if it is a StreamSampler.
+        adopt_seed: whether the seed was drawn, so that the seed of a loaded state replaces it.
         options: the options of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
         is_counted: whether iterating counts the batches. A trainer counts its own.
@@ -99,7 +99,7 @@ class TrainLoader:
         loader = DataLoader(
             SeededDataset(self.dataset, self.seed),
             batch_sampler=self._keys(),
-            # A generator of its own, since DataLoader would draw from the trainer's.
+            # Its own generator, since DataLoader would otherwise draw from the trainer's.
             generator=torch.Generator().manual_seed(self.seed),
             **self.options,
         )
@@ -120,7 +120,7 @@ class TrainLoader:
         """The keys of this rank's part of each global batch, from the current one on.
 
         Global batch ``i`` holds ``total_batch_size`` positions of the stream from
-        ``i * total_batch_size`` on, and the ranks take turns in it.
+        ``i * total_batch_size`` on, which the ranks take in turns.
         """
         rank = comm.data_parallel_rank()
         world = comm.data_parallel_size()
@@ -147,17 +147,17 @@ class TrainLoader:
         """Raise the errors that :meth:`load_state_dict` would raise, and change nothing.
 
         Raises:
-            ValueError: if the seed, the size of the data set or the batch size differ from the
-                saved ones, so that the position would be one in another stream.
+            ValueError: if the seed, the size of the data set or the batch size differs from the
+                saved one, so that the position belongs to another stream.
         """
         for name, value in self._identity().items():
             saved = state_dict.get(name)
             is_adopted = name == "seed" and self.adopt_seed
             if saved != value and not is_adopted:
                 raise ValueError(
-                    f"the position in the data is one of a stream with {name}={saved!r}, "
-                    f"but now {name}={value!r}; use the saved value, resume without the data "
-                    "(train.resume_parts, or checkpointables=[...]), or load the weights alone by "
+                    f"the position in the data belongs to a stream with {name}={saved!r}, "
+                    f"but now {name}={value!r}: use the saved value, resume without the data "
+                    "(train.resume_parts, or checkpointables=[...]), or load only the weights by "
                     "load_checkpoint()"
                 )
 
@@ -185,11 +185,11 @@ class TrainLoader:
 
 @contextmanager
 def preserved_rng_state(spare: np.random.MT19937) -> Iterator[None]:
-    """Restore the CPU's global generators afterwards, also after an error.
+    """Restore the CPU's global generators afterwards, even after an error.
 
-    numpy draws from ``spare`` meanwhile, since it takes a tenth of a millisecond to copy a state,
-    and a microsecond to exchange the generators. numpy draws normal numbers in pairs; the second
-    of a pair that is waiting is dropped.
+    Meanwhile numpy draws from ``spare``, since copying its state would take a tenth of a
+    millisecond, and exchanging the generators takes a microsecond. numpy draws normal numbers in
+    pairs; if the second of a pair is still waiting, it is dropped.
     """
     python_state = random.getstate()
     torch_state = torch.get_rng_state()
@@ -207,9 +207,9 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
     """The indices of a finite sampler, epoch after epoch; ``set_epoch`` is called before each.
 
     torch's samplers draw their order, or a seed for it, from the global generator when their first
-    index is taken. Others draw each index. So the generators are seeded by the epoch and the
-    position in it while indices are taken, and restored afterwards. A thousand indices are taken
-    at a time, since saving and restoring the states takes as long as a hundred of them.
+    index is taken. Other samplers draw each index. So the generators are seeded by the epoch and
+    the position in it while indices are taken, and restored afterwards. A thousand indices are
+    taken at a time, since saving and restoring the states takes as long as a hundred of them.
     """
     spare = np.random.MT19937()
     for epoch in count():
@@ -232,8 +232,8 @@ def _endless(sampler: Sampler[int], seed: int) -> Iterator[int]:
 class SeededDataset(Dataset[Any]):
     """Reads samples by key, with the global generators seeded by the key's position.
 
-    Plain containers draw no random numbers. Of these only the last sample of a batch is seeded, for
-    the function that collates them, which saves 10 us for each of the others.
+    Plain containers draw no random numbers, so only the last sample of a batch is seeded, for the
+    collate function. This saves 10 us for each other sample.
     """
 
     dataset: Dataset[Any]
@@ -262,31 +262,31 @@ def build_train_loader(
 ) -> TrainLoader | DataLoader[Any]:
     """An endless stream of training batches, all of full size, that continues where a run stopped.
 
-    An ``IterableDataset`` has an order of its own, and is read by torch's ``DataLoader``, which
-    cannot continue. To continue, give the trainer torchdata's ``StatefulDataLoader`` in place of
-    this; docs/guide/data.md has an example.
+    An ``IterableDataset`` has its own order, and is read by torch's ``DataLoader``, which cannot
+    resume. To resume, give the trainer torchdata's ``StatefulDataLoader`` instead of this;
+    docs/guide/data.md has an example.
 
     Args:
         dataset: a data set with ``__len__`` and ``__getitem__``, or an ``IterableDataset``, which
-            has to give each rank and each worker its part by itself.
-        total_batch_size: the number of samples in a batch of all ranks together. It is a multiple
-            of the number of ranks.
+            must itself give each rank and each worker its part.
+        total_batch_size: the number of samples in a batch of all ranks together, a multiple of the
+            number of ranks.
         mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
         sampler: gives the indices, and determines the length of an epoch. None shuffles with
-            ``seed``. torch's samplers of a single process, such as ``WeightedRandomSampler``, are
-            divided among the ranks. Any other that is not a StreamSampler has to divide the data by
-            itself, as ``DistributedSampler`` does. Indices are taken a thousand at a time.
+            ``seed``. torch's samplers for a single process, such as ``WeightedRandomSampler``, are
+            divided among the ranks. Any other sampler that is not a StreamSampler must itself
+            divide the data, as ``DistributedSampler`` does. Indices are taken a thousand at a time.
         seed: any non-negative integer. It determines the order and the random numbers in a sample.
-            None draws one from torch's global generator of rank 0 (a collective). A StreamSampler
-            has a seed of its own, which is taken.
+            None draws one from torch's global generator of rank 0 (a collective), or takes the seed
+            of a StreamSampler.
         shuffle: False keeps the order of the data set, if there is no sampler.
         options: options of torch's ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
-            ``drop_last`` makes a difference for an ``IterableDataset`` only.
+            ``drop_last`` only matters for an ``IterableDataset``.
 
     Raises:
-        ValueError: for an empty data set, a batch size that the ranks cannot share, another seed
-            than that of the sampler, or an option that would decide on the batches too, such as
-            ``shuffle``.
+        ValueError: if the data set is empty, if the ranks cannot share the batch size, if the seed
+            is not the sampler's, or if an option would determine the batches too, such as
+            ``batch_size``.
         TypeError: for an unknown option.
     """
     world = comm.data_parallel_size()
@@ -304,7 +304,7 @@ def build_train_loader(
     size = len(dataset)  # type: ignore[arg-type]
     if isinstance(sampler, BatchSampler) or "batch_sampler" in options:
         raise TypeError(
-            "sampler must give indices one by one, and total_batch_size of them make a batch: "
+            "sampler must give single indices, of which total_batch_size make a batch, not "
             f"{options.get('batch_sampler', sampler)!r}"
         )
     if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) != size:
@@ -314,14 +314,14 @@ def build_train_loader(
     if sampler is None:
         sampler = TrainingSampler(size, shuffle, seed)
     if size < total_batch_size:
-        text = "total_batch_size=%d is more than the %d samples, so a batch has some of them twice"
+        text = "total_batch_size=%d exceeds the %d samples, so a batch has some of them twice"
         logger.warning(text, total_batch_size, size)
     adopt_seed = seed is None
     if isinstance(sampler, StreamSampler):
         if seed not in (None, sampler.seed):
             raise ValueError(
-                f"{seed=} is not that of the sampler, {sampler.seed}: give the sampler its seed, "
-                "and none here"
+                f"{seed=} is not the sampler's, {sampler.seed}: give the seed to the sampler, and "
+                "none here"
             )
         seed, adopt_seed = sampler.seed, sampler.adopt_seed
     elif seed is None:
@@ -340,9 +340,9 @@ def build_test_loader(
 
     Args:
         dataset: a data set with ``__len__`` and ``__getitem__``, or an ``IterableDataset``, which
-            has to give each rank its part by itself.
+            must itself give each rank its part.
         mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
-        sampler: gives this rank's indices. None is :class:`hooktrain.data.InferenceSampler`.
+        sampler: gives this rank's indices. None takes :class:`hooktrain.data.InferenceSampler`.
         options: options of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
             ``collate_fn``.
     """
@@ -353,11 +353,11 @@ def build_test_loader(
 
 
 def _mapped(dataset: Dataset[Any], mapper: Mapper | None) -> Dataset[Any]:
-    """The data set, with a function that is applied to each sample, if there is one."""
+    """The data set, with the mapper applied to each sample if there is one."""
     # IterableDataset inherits the method.
     if isinstance(dataset, tuple | Mapping) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            "a data set has __getitem__ by number and __len__, as TensorDataset(X, y) has, or is "
+            "a data set must have __getitem__(index) and __len__, like TensorDataset(X, y), or be "
             f"an IterableDataset, but got {dataset!r:.200}"
         )
     return dataset if mapper is None else MapDataset(dataset, mapper)

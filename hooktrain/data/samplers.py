@@ -1,8 +1,9 @@
 """The order of the samples: streams of indices that depend only on a seed and a position.
 
 A training stream is endless: one epoch after the other, each in an order that depends on the seed
-and the epoch's number. All ranks see the same stream and take turns in it. So what is in a global
-batch does not depend on the number of ranks or workers, and skipping to a position is arithmetic.
+and the epoch's number. All ranks see the same stream and take turns in it. So the samples of a
+global batch do not depend on the number of ranks or workers, and skipping to a position is
+arithmetic.
 """
 
 from collections.abc import Iterator
@@ -16,19 +17,19 @@ from torch.utils.data import RandomSampler, Sampler
 from hooktrain.utils import comm
 from hooktrain.utils.names import check_count
 
-# Indices become Python's numbers, which take five times the memory, so many at a time.
+# How many indices become Python's numbers at a time, which take five times the memory.
 _CHUNK = 4096
 _64_BITS = 2**64 - 1
 
 
 def is_undivided(sampler: Any) -> bool:
-    """Whether a sampler gives all indices on each rank, as torch's for a single process do."""
+    """Whether a sampler gives all indices on each rank, as torch's single-process samplers do."""
     order = getattr(type(sampler), "__iter__", None)
     return getattr(order, "__module__", "") == RandomSampler.__module__
 
 
 def with_epochs(part: Any) -> list[Any]:
-    """A sampler or data set, and those that it wraps, as far as they have a ``set_epoch``."""
+    """Of a sampler or data set and those that it wraps, the ones with a ``set_epoch``."""
     found = []
     while part is not None:
         if hasattr(part, "set_epoch"):
@@ -38,9 +39,9 @@ def with_epochs(part: Any) -> list[Any]:
 
 
 class StreamSampler(Sampler[int]):
-    """The base of training samplers: an endless stream of indices, made of epochs.
+    """The base class of training samplers: an endless stream of indices, made of epochs.
 
-    Iterating gives this rank's share from the start of the stream: of N ranks every N-th index.
+    Iterating gives this rank's share from the start of the stream: with N ranks, every N-th index.
     A subclass defines :meth:`epoch_indices`, the order of each epoch.
 
     Args:
@@ -60,12 +61,12 @@ class StreamSampler(Sampler[int]):
         if seed is None:
             seed = comm.shared_random_seed()
         self.seed = int(seed)
-        # These are kept, since a spawned worker process does not know its rank.
+        # Stored, since a spawned worker process does not know its rank.
         self._rank = comm.data_parallel_rank()
         self._world_size = comm.data_parallel_size()
 
     def epoch_indices(self, epoch: int) -> Any:
-        """The indices of one epoch in order: an int64 vector, or an object with slices of it."""
+        """The indices of one epoch in order: an int64 vector, or an object that slices like one."""
         raise NotImplementedError
 
     def epoch_length(self, epoch: int) -> int:
@@ -114,10 +115,10 @@ def mix(*numbers: int) -> int:
 
 
 class TrainingSampler(StreamSampler):
-    """All indices of a data set, in each epoch in another order.
+    """All indices of a data set, in a different order in each epoch.
 
-    The order is torch's random permutation, which takes 8 bytes a sample on each rank. For billions
-    of samples docs/guide/data.md has a sampler that takes no memory.
+    The order is torch's random permutation, which takes 8 bytes per sample on each rank. For
+    billions of samples docs/guide/data.md has a sampler that takes no memory.
 
     Args:
         size: the length of the data set, at least 1.
@@ -125,7 +126,7 @@ class TrainingSampler(StreamSampler):
         seed: see :class:`StreamSampler`.
 
     Raises:
-        ValueError: for a size below 1.
+        ValueError: if ``size`` is below 1.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class TrainingSampler(StreamSampler):
 
 
 class InferenceSampler(Sampler[int]):
-    """Each index exactly once: every rank has a contiguous part, of nearly equal size.
+    """Each index exactly once: the ranks have contiguous parts of nearly equal size.
 
     Args:
         size: the length of the data set, at least 0.

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other as it begins, and at each exchange besides metrics."""
+"""How the ranks agree: on a run's settings when it begins, on stops and time at each exchange."""
 
 import logging
 from collections.abc import Iterable
@@ -13,17 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 class Agreement:
-    """Requests to stop, signals, and the time, which travel with the metrics.
+    """Stop requests, signals and the time, which the ranks exchange along with the metrics.
 
-    Each rank proposes numbers by name, and all ranks get the maxima over the ranks.
+    Each rank proposes numbers by name, and all ranks receive the maxima.
 
     Args:
-        clock: the trainer's, which gets the most seconds of any rank.
+        clock: the trainer's clock, which receives the most seconds of any rank.
 
     Attributes:
-        stop_reason: why the run ends early, once all ranks know it.
+        stop_reason: why the run ends early; None until all ranks know it.
         own_signal: the number of a signal that asks this process to end, or 0.
-        signal: the highest such number of any rank, once all ranks know it.
+        signal: the highest such number of any rank; 0 until all ranks know it.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -34,7 +34,7 @@ class Agreement:
         self._own_reason: str | None = None
 
     def request_stop(self, reason: str, iteration: int) -> None:
-        """Ask for an early end of the run; a single process agrees at once."""
+        """Request an early end of the run. In a single process it is agreed on at once."""
         if self._own_reason is None:
             logger.info("Stop requested at iteration %d: %s", iteration, reason)
             self._own_reason = reason
@@ -42,7 +42,7 @@ class Agreement:
             self.stop_reason = self._own_reason
 
     def proposals(self) -> Numbers:
-        """The numbers of this rank, by name."""
+        """This rank's numbers, by name."""
         return {
             "rank_that_stops": -1 if self._own_reason is None else comm.get_rank(),
             "seconds": self._clock.own,
@@ -50,17 +50,19 @@ class Agreement:
         }
 
     def settle(self, maxima: Numbers) -> None:
-        """Take the maxima over the ranks. A collective, if a rank asks for a stop."""
+        """Accept the maxima over the ranks. A collective if a rank requests a stop."""
         self._clock.agreed = maxima["seconds"]
         self.signal = int(maxima["signal"])
         rank = int(maxima["rank_that_stops"])
         if rank >= 0 and self.stop_reason is None:
             self.stop_reason = comm.broadcast(self._own_reason, rank)
-            logger.info("Stopping, since rank %d asks: %s", rank, self.stop_reason)
+            logger.info(
+                "Stopping at the request of rank %d: %s", rank, self.stop_reason
+            )
 
 
 def agree_on_run(hooks: Iterable[HookBase], settings: State) -> State:
-    """Find out which hooks all ranks have, and take the main process's settings. A collective.
+    """Determine which hooks all ranks have, and the main process's settings. A collective.
 
     Returns:
         The settings of the main process.

@@ -34,10 +34,11 @@ def build_trainer(
     ``dataloader.{train,test,evaluator}`` and ``train``, which has the keys of
     :func:`hooktrain.engine.train_settings`. Without ``lr_multiplier`` the learning rate is
     constant, and without test data or an evaluator nothing is evaluated. ``hooks`` is a list of
-    further hooks, ``writers`` one of further writers. For several optimizers see
-    :func:`build_optimizer`; ``lr_multiplier`` is one for all of them, or a dict by their names.
+    further hooks, ``writers`` a list of further writers. For several optimizers see
+    :func:`build_optimizer`; ``lr_multiplier`` is then one for all of them, or a dict by their
+    names.
 
-    To change a part, write these lines in a script of yours, and change that line.
+    To change a part, copy the lines of this function into your script, and change that line.
 
     Args:
         cfg: the configuration. Its references are resolved, and ``train.max_iter`` is set from
@@ -112,9 +113,9 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
       optimizer, or several by name. If it returns wrappers, they are not wrapped again.
 
     Args:
-        cfg: the configuration; of ``train`` it has ``amp``, ``accumulative_counts`` and
+        cfg: the configuration, whose ``train`` has ``amp``, ``accumulative_counts`` and
             ``clip_grad``.
-        model: as the strategy has prepared it.
+        model: the model that the strategy has prepared.
 
     Raises:
         TypeError: for an optimizer that has already been built.
@@ -123,7 +124,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
     train = cfg.train
     wrap: Callable[..., OptimWrapper] = OptimWrapper
     if train.amp.enabled:
-        dtype = instantiate(train.amp.dtype)  # in a saved file, a call
+        dtype = instantiate(train.amp.dtype)  # a call, if read from a saved file
         wrap = partial(AmpOptimWrapper, dtype=dtype)
     counts, clip_grad = train.accumulative_counts, train.clip_grad
     return as_optim_wrapper(
@@ -157,7 +158,7 @@ def build_step(
     optim_wrapper: Wrappers,
     trainer_class: type[ModelTrainer] | None = None,
 ) -> ModelTrainer:
-    """Build the trainer without hooks, of the given class or of the one that fits the model."""
+    """Build the trainer, without hooks, of the given class or the class that fits the model."""
     if trainer_class is None:
         has_step = hasattr(unwrap_model(model), "train_step")
         trainer_class = StepTrainer if has_step else SimpleTrainer

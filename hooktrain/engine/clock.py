@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and when periods such as ``"10 minutes"`` end."""
+"""Measures where the time of a run goes, and when periods such as ``"10 minutes"`` end."""
 
 import time
 from collections import defaultdict
@@ -10,22 +10,22 @@ from hooktrain.utils.names import Numbers, State
 
 
 class Clock:
-    """The seconds that a run has spent in its steps, and by name in what comes between them.
+    """Counts the seconds that a run spends in its steps, and in named pauses between them.
 
-    A checkpoint has them, so they go on in a resumed run.
+    They are saved in checkpoints, so a resumed run continues to count.
 
-    Periods go by the steps alone, so that an evaluation that takes longer than its period does not
-    follow upon itself. Several ranks take the most seconds of any rank, which they exchange with
-    the metrics. So all of them see a period end after the same iteration.
+    Periods are measured in the time of steps alone: otherwise an evaluation that takes longer than
+    its period would be due again at once. Several ranks use the most seconds of any rank, which
+    they exchange with the metrics, so that a period ends after the same iteration on all of them.
 
     Attributes:
         is_shared: whether there are several ranks.
-        own: the seconds of this process in its steps.
-        pauses: by name, the seconds of this process in evaluations, saves and the like.
+        own: the seconds that this process has spent in its steps.
+        pauses: the seconds that it has spent in evaluations, saves and the like, by name.
         agreed: the most of ``own`` on any rank at the last exchange.
-        now: what the hooks of this iteration go by.
-        before: what those of the iteration before went by.
-        read: gives the time in seconds.
+        now: the seconds by which the hooks of this iteration measure their periods.
+        before: the same in the iteration before.
+        read: returns the time in seconds.
     """
 
     is_shared = False
@@ -37,33 +37,33 @@ class Clock:
         self._since = 0.0
 
     def begin_step(self) -> None:
-        """Begin to count."""
+        """Start to count."""
         self._since = self.read()
 
     def lap(self) -> None:
-        """Add what has passed in this step since it began, or since the last lap."""
+        """Add the time since this step began, or since its last lap."""
         now = self.read()
         self.own += now - self._since
         self._since = now
 
     def advance(self) -> None:
-        """Let the hooks of this iteration go by what the ranks have agreed on."""
+        """Set the time that the hooks of this iteration use, which is the same on all ranks."""
         self.before = self.now
         self.now = self.agreed if self.is_shared else self.own
 
     def has_passed(self, seconds: Fraction) -> bool:
-        """Whether a multiple of so many seconds has passed since the iteration before."""
+        """Whether a multiple of ``seconds`` has passed since the iteration before."""
         return self.now // seconds > self.before // seconds
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Count the time inside of this under a name."""
+        """A context whose time is counted under a name."""
         start = self.read()
         yield
         self.pauses[name] += self.read() - start
 
     def state_dict(self) -> State:
-        """The seconds: by pause, in the steps, and those that the last periods went by."""
+        """The seconds by pause, those of the steps, and the time that the hooks last used."""
         return {**self.pauses, "step": self.own, "now": self.now}
 
     def load_state_dict(self, state_dict: State) -> None:

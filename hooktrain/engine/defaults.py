@@ -42,7 +42,7 @@ _EXAMPLES = """examples:
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
-    """Make a parser of the arguments that training scripts share.
+    """Make a parser for the arguments that training scripts share.
 
     Args:
         epilog: the text after the help; None shows examples.
@@ -80,7 +80,7 @@ def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParse
     add(
         "opts",
         nargs="*",
-        help="changes of the configuration, each as key.subkey=value or +new.key=value",
+        help="changes to the configuration, each as key.subkey=value or +new.key=value",
     )
     return parser
 
@@ -91,8 +91,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     It writes ``log.txt`` (one more for each rank up to 127) and ``config.json`` into the
     output folder, and locks the folder against a second run.
 
-    A new run renames a folder with checkpoints to ``<folder>.1``. A second stage needs a folder
-    of its own: a ``train.init_checkpoint`` in the folder that would be renamed is refused.
+    A new run renames a folder with checkpoints to ``<folder>.1``. A second stage needs its own
+    folder: a ``train.init_checkpoint`` in the folder that would be renamed is refused.
 
     A run that resumes fetches its checkpoint from ``train.store`` if the folder has none.
     It logs which lines of the configuration have changed, and replaces ``config.json`` once
@@ -104,16 +104,16 @@ def default_setup(cfg: Any, args: Any) -> None:
             negative is drawn and stored back; a resumed run takes it from the configuration
             in the folder. Each rank is seeded with the seed plus its rank. A ``run_id`` of None
             is drawn and kept in the same way.
-        args: the arguments of the command line, which may have ``resume``, ``log_level`` and
-            ``eval_only``. With ``eval_only`` only the log and fetched checkpoints are
-            written, the log if the folder can be written to, and another run may be using it.
+        args: the command-line arguments, which may have ``resume``, ``log_level`` and
+            ``eval_only``. With ``eval_only`` only the log (if the folder is writable) and fetched
+            checkpoints are written, and another run may be using the folder.
 
     Raises:
         RuntimeError: if another run is using the output folder.
-        KeyError: for a configuration without ``train``, such as detectron2's older ones, which
-            ``default_setup`` of ``hooktrain.compat.detectron2`` takes.
-        ValueError: for an output folder that is an address such as ``s3://...``, or for a
-            ``train.init_checkpoint`` in a folder that would be renamed.
+        KeyError: for a configuration without ``train``, such as detectron2's older ones, for which
+            ``hooktrain.compat.detectron2`` has a ``default_setup``.
+        ValueError: if the output folder is an address such as ``s3://...``, or if
+            ``train.init_checkpoint`` lies in a folder that would be renamed.
         OSError: if the folder cannot be written to.
     """
     train = cfg["train"]
@@ -129,7 +129,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         archived = on_main_process(claim)
     logs_to = folder or None
     if eval_only and folder and not os.access(folder, os.W_OK):
-        logs_to = None  # the run of another user, say
+        logs_to = None  # perhaps the run of another user
     setup_logger(logs_to, level=getattr(args, "log_level", "normal"))
     if archived:
         logger.warning(
@@ -150,7 +150,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         # Other values may refer to the seed, or to values that a script has changed.
         resolve(cfg)
     if folder and comm.is_main_process() and not eval_only:
-        # When a resumed run begins, PeriodicCheckpointer replaces its earlier file by this one.
+        # When a resumed run begins, PeriodicCheckpointer replaces the earlier file by this one.
         written = temporary_path(path) if earlier else path
         LazyConfig.save(cfg, written)
         _log_changes(earlier, _read(written))
@@ -162,7 +162,7 @@ def default_setup(cfg: Any, args: Any) -> None:
 def _claim_folder(
     folder: str, initial: str, eval_only: bool, resumes: bool
 ) -> Path | None:
-    """Make and lock the folder; return the new path of an earlier run's folder."""
+    """Create and lock the folder; return the new path of an earlier run's folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     archived = None if resumes else archive_folder(folder, initial)
     if not eval_only:
@@ -184,12 +184,12 @@ def _read(path: Path) -> str:
 def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
     """Return the seed and the id of the run: if not given, those of the run to resume.
 
-    Of a new run the id is new, and the seed is still to be drawn.
+    A new run gets a new id; its seed, None, is drawn later.
 
     Args:
         train: the settings.
-        folder: the folder of the run to resume, which may have none.
-        earlier: the text of its ``config.json``.
+        folder: the folder to resume from, which may have no run; None for a new run.
+        earlier: the text of the folder's ``config.json``.
     """
     seed, run_id = train.get("seed"), train.get("run_id")
     saved: dict[str, Any] = {}
@@ -199,7 +199,8 @@ def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
         if folder and checkpoint_names(folder):
             logger.warning(
                 "config.json in %r is missing or damaged: a train.seed or train.run_id that is not "
-                "given is new. If the run needs its old seed, the error of the resume names it",
+                "given is drawn anew. If the run needs its old seed, the error of the resume names "
+                "it",
                 folder,
             )
     if seed is None or seed < 0:
@@ -220,9 +221,8 @@ def _log_changes(before: str, now: str) -> None:
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
     """Make writers to the console, to ``metrics.json`` and to TensorBoard.
 
-    Without the package ``tensorboard`` there is no writer for it. If logging has not been set up,
-    this does it, to the terminal and to ``log.txt``; see
-    :func:`hooktrain.utils.logger.setup_logger`.
+    The writer to TensorBoard needs the package ``tensorboard``. If logging is not set up yet, it is
+    set up here, for the terminal and ``log.txt``; see :func:`hooktrain.utils.logger.setup_logger`.
 
     Args:
         output_dir: the folder to write to; the first write creates it.
@@ -258,7 +258,7 @@ def default_hooks(
 ) -> list[hooks.HookBase]:
     """Make the usual hooks: time, schedule, evaluate, write, save, and sum up.
 
-    Their phases place them around hooks of your own; see :class:`hooktrain.engine.HookBase`.
+    Their phases place them around your own hooks; see :class:`hooktrain.engine.HookBase`.
 
     Args:
         scheduler: a schedule for :class:`hooktrain.engine.hooks.LRScheduler`, or such a hook. None
@@ -268,9 +268,9 @@ def default_hooks(
             ``"10 minutes"``, as are all periods here.
         max_to_keep: the number of periodic checkpoints to keep; None keeps all.
         eval_function: see :class:`hooktrain.engine.hooks.EvalHook`; None never evaluates.
-        eval_period: the period of evaluations; 0 evaluates at the end only.
-        best_metric: the metric that chooses ``model_best.pth``; None keeps no best model. One whose
-            name begins with ``"ema/"`` is of the averaged weights of the registered hook ``EMA``.
+        eval_period: the period of evaluations; 0 evaluates only at the end.
+        best_metric: the metric that chooses ``model_best.pth``; None keeps no best model. A name
+            that begins with ``"ema/"`` is about the averaged weights of the hook ``EMA``.
         best_mode: ``"max"`` or ``"min"``; see :class:`hooktrain.engine.hooks.BestCheckpointer`.
         writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`. None makes those of
             :func:`default_writers`, to the folder of the Checkpointer, if it has one.

@@ -1,4 +1,4 @@
-"""The base class of hooks: what a trainer calls around its steps."""
+"""The base class of hooks, which a trainer calls around its steps."""
 
 import logging
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class HookBase:
-    """Something that happens around the steps of a trainer.
+    """The base class of hooks: code that a trainer runs around its steps.
 
     A subclass overrides the events that it needs::
 
@@ -42,22 +42,22 @@ class HookBase:
 
     - ``"time"``: timers;
     - ``"update"``: schedules, averages of the weights, statistics of batch norm;
-    - ``"run"``: hooks of your own, unless they say otherwise;
+    - ``"run"``: your own hooks, unless they set another phase;
     - ``"evaluate"``: evaluations;
     - ``"write"``: writers of metrics;
     - ``"save"``: checkpoints;
-    - ``"end"``: what sums up the run.
+    - ``"end"``: summaries of the run.
 
-    So the weights that a hook in ``"run"`` changes, and the metrics that it records, are evaluated,
-    written and saved in the same iteration, and ``after_evaluation`` gives it the results.
+    So weights that a hook in ``"run"`` changes, and metrics that it records, are evaluated,
+    written and saved in the same iteration. It receives the results in ``after_evaluation``.
 
-    Register a hook on every rank. One that only the main process has must not call collectives.
+    Register a hook on every rank. A hook that only the main process has must not call collectives.
 
     Attributes:
         trainer: a weak proxy of the trainer. ``register_hooks`` sets it.
         phase: one of the names above.
         key: the hook's name in checkpoints; None takes the name of its class.
-        on_every_rank: whether all ranks have the hook. It is known from ``before_train`` on.
+        on_every_rank: whether all ranks have the hook; known from ``before_train`` on.
         needs_every_rank: whether the hook calls collectives. A run refuses such a hook if only
             some ranks have it.
     """
@@ -74,13 +74,13 @@ class HookBase:
         """Called once before the first iteration."""
 
     def after_train(self) -> None:
-        """Called once at the end, also after an error."""
+        """Called once at the end, even after an error."""
 
     def before_step(self) -> None:
         """Called before each iteration."""
 
     def after_backward(self) -> None:
-        """Called before each update, when the gradients are there."""
+        """Called before each update, once the gradients are computed."""
 
     def after_step(self) -> None:
         """Called after each iteration."""
@@ -93,10 +93,10 @@ class HookBase:
         """
 
     def run_files(self) -> Iterable[AnyPath]:
-        """The paths of the files that another machine needs to go on with the run.
+        """The paths of the files that another machine needs to continue the run.
 
-        They go into the store with each checkpoint, if they are in its folder. Those that are
-        missing are left out, and of a folder of shards all of it goes there.
+        Those in the folder of the checkpoints are uploaded to the store with each checkpoint.
+        Missing files are skipped; a folder of shards is uploaded whole.
         """
         return ()
 
@@ -118,5 +118,5 @@ class HookBase:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the trainer, so that a copy or a pickle does not hold all of it."""
+        """Leave out the trainer, so that a copy or a pickle does not contain it."""
         return {k: value for k, value in vars(self).items() if k != "trainer"}

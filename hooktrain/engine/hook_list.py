@@ -1,4 +1,4 @@
-"""The list of a trainer's hooks: the place of each, their names, and their states."""
+"""The list of a trainer's hooks: their order, their names and their states."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,14 +7,14 @@ from typing import TypeAlias
 from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase
 from hooktrain.utils.names import State, did_you_mean, states_of
 
-# Names a registered hook: the object, its class, or its key.
+# Refers to a registered hook: the object, its class, or its key.
 HookReference: TypeAlias = HookBase | type[HookBase] | str | None
 
 logger = logging.getLogger(__name__)
 
 
 def named_hooks(hooks: Iterable[HookBase]) -> dict[str, HookBase]:
-    """The hooks by their keys or classes. Further ones get ``#1``, ``#2`` behind the name."""
+    """The hooks by their keys or class names. Repeated names get the suffixes ``#1``, ``#2``."""
     named: dict[str, HookBase] = {}
     for hook in hooks:
         name = first = hook.key or type(hook).__qualname__
@@ -27,7 +27,7 @@ def named_hooks(hooks: Iterable[HookBase]) -> dict[str, HookBase]:
 
 
 def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
-    """The index at which a hook is inserted: behind the last hook that does not come after it.
+    """The index at which to insert a hook: behind the last hook that does not run after it.
 
     Raises:
         ValueError: for an unknown phase.
@@ -49,10 +49,10 @@ def _place(hook: HookBase) -> tuple[int, int]:
 def place_beside(
     hooks: Sequence[HookBase], before: HookReference, after: HookReference
 ) -> tuple[int, str]:
-    """The index right before or right after a registered hook, and the phase of that hook.
+    """The index right before or right after a registered hook, and that hook's phase.
 
     Raises:
-        ValueError: if there is no such hook.
+        ValueError: if no such hook is registered.
     """
     wanted = after if before is None else before
     named = named_hooks(hooks)
@@ -62,13 +62,13 @@ def place_beside(
         if wanted in (key, hook, *type(hook).__mro__)
     ]
     if not found:
-        raise ValueError(f"no hook {wanted!r} is registered; there are {[*named]}")
+        raise ValueError(f"no hook {wanted!r} is registered, only {[*named]}")
     index = found[-1] if before is None else found[0]
     return index + (before is None), hooks[index].phase
 
 
 def describe(hooks: Iterable[HookBase]) -> str:
-    """A line for each hook, in order: its name, its phase, and the events that it overrides."""
+    """One line per hook, in order: its name, its phase and the events that it overrides."""
     lines = []
     for key, hook in named_hooks(hooks).items():
         kind = type(hook)
@@ -78,13 +78,13 @@ def describe(hooks: Iterable[HookBase]) -> str:
 
 
 def hook_states(hooks: Iterable[HookBase]) -> State:
-    """The states of the hooks that have one, by their names."""
+    """The states of the hooks that have one, by name."""
     states = states_of(named_hooks(hooks))
     return {key: state for key, state in states.items() if state}
 
 
 def load_hook_states(hooks: Iterable[HookBase], states: Mapping[str, State]) -> None:
-    """Load what :func:`hook_states` returned; warn of a hook that begins anew."""
+    """Load what :func:`hook_states` returned; warn about hooks that have no state in it."""
     for key, hook in named_hooks(hooks).items():
         if key in states:
             hook.load_state_dict(states[key])

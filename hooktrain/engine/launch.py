@@ -45,18 +45,18 @@ def launch(
 ) -> Any:
     """Run ``main_func(*args)`` in every process of a distributed run.
 
-    - In a process group that was made before, as by Ray or in a notebook, it calls the function.
-      The code that made the group has chosen the device, and leaves the group.
+    - In an existing process group, as under Ray or in a notebook, it calls the function. The code
+      that created the group must choose the device, and leave the group.
     - Under torchrun, srun, mpirun or submitit, which have already started the processes, this
       one joins the others, and the numbers given here are ignored; see
       :func:`hooktrain.strategy.environment.get_rank_info`.
-    - For a single process, or none, it calls the function, without a process group.
+    - For a single process, or zero, it calls the function, without a process group.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
       torchrun, and waits for them. Start the same program on each machine.
 
-    Of several processes that join each other, the current accelerator is that of the local rank
-    while ``main_func`` runs (``comm.get_local_rank()``). When a rank fails, the others fail too,
-    and report the error of the first.
+    While ``main_func`` runs, the current accelerator of each joined process is that of its local
+    rank (``comm.get_local_rank()``). When a rank fails, the others fail too, and report the error
+    of the first.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the started processes. If
     their parent is killed, they are killed too (Linux).
@@ -68,8 +68,7 @@ def launch(
         num_machines: the number of machines.
         machine_rank: the number of this machine, from 0.
         dist_url: the address of machine 0 at which several machines meet, such as
-            ``"tcp://192.168.1.7:29500"``. The processes of one machine find a free port by
-            themselves.
+            ``"tcp://192.168.1.7:29500"``. The processes of one machine find a free port themselves.
         args: the arguments of ``main_func``; to start processes they must be picklable.
         timeout: the timeout of the collectives.
         backend: the backend of the process group; None is nccl with CUDA, else gloo.
@@ -82,7 +81,7 @@ def launch(
             incomplete.
         RuntimeError: if a started process failed, with its rank and traceback; under a
             launcher, if another rank failed before this one.
-        SystemExit: if a started process called ``sys.exit()`` with another code than 0, which ends
+        SystemExit: if a started process called ``sys.exit()`` with a code other than 0, which ends
             the others too: they should have saved by then.
     """
     if not 0 <= machine_rank < num_machines:
@@ -129,12 +128,12 @@ def _run_processes(
         Path(left).unlink(missing_ok=True)
     if failure and code <= 0 and not signals:
         raise RuntimeError(failure)
-    if failure:  # what follows would not say which rank it was
+    if failure:  # the exit code or signal below would not say which rank it was
         logger.error(failure)
     if code > 0:
         raise SystemExit(code)
     if failure or signal.SIGINT in signals:
-        # It has ended the processes, so let it end the parent too.
+        # The signal has ended the processes, so let it end the parent too.
         signal.raise_signal(signals[0])
 
 
@@ -166,7 +165,7 @@ def _child(index: int, ranks: range, variables: dict[str, str], work: Any) -> No
     replace_handlers(ENDING, signal.SIG_DFL)
     if not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
         os._exit(1)  # it died before this process could ask to be killed with it
-    # Outside the terminal's process group. Ctrl-C reaches the parent only, which passes it on.
+    # Outside the terminal's process group, so Ctrl-C reaches only the parent, which passes it on.
     os.setpgrp()
     os.environ.update(variables, RANK=str(ranks[index]), LOCAL_RANK=str(index))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -196,8 +195,8 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
                     environment.leave_processes()
         except Exception as error:
             if dist.is_torchelastic_launched():
-                # torchrun ends all ranks when one has failed. It would fail itself if that
-                # cut the file with this error short.
+                # torchrun ends all ranks when one has failed. It would itself fail if this
+                # truncated the file with this error.
                 with suppress(ValueError):  # outside the main thread
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
             report = f"rank {comm.get_rank()} failed:\n\n{traceback.format_exc()}"

@@ -1,4 +1,4 @@
-"""How the losses of the steps are recorded, checked, and averaged over the ranks."""
+"""Records the losses of each step, checks them, and averages them over the ranks."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,8 +17,8 @@ from hooktrain.utils.names import Numbers, is_loss
 
 # Advice for errors about numbers that are not finite.
 WHERE_IT_BEGINS = (
-    "To see where it begins, resume inside torch.autograd.set_detect_anomaly(True), "
-    "or as in docs/guide/debugging.md"
+    "To find where it begins, resume inside torch.autograd.set_detect_anomaly(True), "
+    "or see docs/guide/debugging.md"
 )
 NONFINITE_HINT = f"hooks.SkipNonFinite() skips such updates. {WHERE_IT_BEGINS}"
 
@@ -27,15 +27,15 @@ class LossRecorder:
     """Records the losses of each step of a run, and checks that they are finite.
 
     With several ranks the losses wait until :meth:`exchange` puts their means into the storage.
-    On the CPU of a single process a loss is checked before the update. Elsewhere :meth:`check`
-    does this at the end of a period, so that the host need not wait for the device.
+    A single process on the CPU checks a loss before the update. Otherwise :meth:`check` does so at
+    the end of a period, so that the host need not wait for the device.
 
     Args:
-        storage: gets the losses.
+        storage: the EventStorage to record in.
         iteration: the first iteration of the run.
 
     Attributes:
-        data_time: the seconds that the next step to be recorded has waited for data so far.
+        data_time: the seconds that the current step has waited for data so far.
     """
 
     data_time = 0.0
@@ -44,17 +44,17 @@ class LossRecorder:
         self._storage = storage
         self._alone = comm.get_world_size() == 1
         self._waiting = storage if self._alone else EventStorage()
-        self._data_times: dict[int, float] = {}  # by iteration; they wait, too
-        # The places of the names that all ranks know.
+        self._data_times: dict[int, float] = {}  # by iteration; they wait too
+        # The column of each name that all ranks know.
         self._columns: dict[str, int] = {}
-        # All iterations before these have been exchanged, and checked.
+        # The first iterations that have not been exchanged, and not been checked.
         self._exchanged = iteration
         self._checked = iteration
         self._to_check: set[str] = set()
         self._tolerated: set[int] = set()
 
     def tolerate(self, iteration: int) -> None:
-        """Let the losses of an iteration be infinite or NaN."""
+        """Allow infinite and NaN losses in an iteration."""
         self._tolerated = {i for i in self._tolerated if i >= self._checked}
         self._tolerated.add(iteration)
 
@@ -72,9 +72,9 @@ class LossRecorder:
             iteration: the iteration.
             losses: numbers, or tensors with one element, by name.
             data_time: seconds that the step waited for data.
-            total: the name of the sum, which must be finite; None makes none, and each
-                loss must be.
-            check_now: whether to check at once, if that costs nothing.
+            total: the name to record the sum under, which must be finite; if None, there is no
+                sum, and each loss must be finite.
+            check_now: whether to check the losses at once if that costs nothing.
 
         Raises:
             FloatingPointError: if a loss is not finite.
@@ -93,7 +93,7 @@ class LossRecorder:
             checked = list(filter(is_loss, values))
         else:
             checked = [total]
-            if total not in values:  # the sum comes first where metrics are shown
+            if total not in values:  # the sum is shown before the other metrics
                 values = {total: reduce(add, values.values()), **values}
         if not check_now:
             self._to_check.update(checked)
@@ -103,16 +103,16 @@ class LossRecorder:
             self._waiting.put_scalar(name, value, True, iteration)
         if self._alone:
             self._storage.put_scalar("data_time", data_time, True, iteration)
-        else:  # the slowest rank's is put when it is known
+        else:  # recorded at the exchange, which takes the slowest rank's
             self._data_times[iteration] = data_time
 
     def exchange(self, finished: int, numbers: Numbers) -> Numbers:
-        """Put the means over the ranks of the finished iterations into the storage.
+        """Record the losses of the finished iterations, averaged over the ranks. A collective.
 
         Args:
             finished: the number of finished iterations.
-            numbers: of this rank by name, which travel with the losses. All ranks have the same
-                names in the same order.
+            numbers: further numbers of this rank, by name. All ranks give the same names in the
+                same order.
 
         Returns:
             The maxima of the numbers over the ranks, by name.
@@ -140,16 +140,16 @@ class LossRecorder:
         first: int,
         finished: int,
     ) -> tuple[list[float], NDArray[np.float64]]:
-        """Take the maxima of numbers over the ranks, and the sums of the values.
+        """The maxima of numbers over the ranks, and the sums of losses. A collective.
 
-        The values are those whose names all ranks know. A rank with other names puts its number
-        among the maxima. The highest of these ranks broadcasts its names, and the ranks begin
-        again, until none has new ones.
+        Only losses whose names all ranks know are summed. A rank with a new name adds its rank to
+        the maxima; the highest such rank broadcasts its new names, and all ranks start over, until
+        no rank has a new name.
         """
         while True:
             new = [name for name in waiting if name not in self._columns]
             largest = [comm.get_rank() if new else -1, *numbers]
-            # The sums of the values, and how many there are.
+            # By iteration and name: the sum of the values, and their number.
             sums = np.zeros((finished - first, len(self._columns), 2))
             for name in waiting.keys() & self._columns.keys():
                 for value, i in waiting[name].since(first):
@@ -163,15 +163,15 @@ class LossRecorder:
                 self._columns[name] = len(self._columns)
 
     def check(self, finished: int) -> None:
-        """Check the finished iterations that were not checked yet.
+        """Check the losses of the finished iterations that were not checked yet.
 
         Raises:
-            FloatingPointError: for the first one that is not finite, with its iteration.
+            FloatingPointError: for the first iteration with a loss that is not finite.
         """
         losses: dict[int, Numbers] = {}  # by iteration
         sources = {self._storage, self._waiting} if self._to_check else ()
         for source in sources:
-            # Host-device synchronisation: reads what was recorded since the last time.
+            # Host-device synchronisation: reads the values recorded since the last check.
             for name, history in source.histories().items():
                 if is_loss(name) or name in self._to_check:
                     for value, i in history.since(self._checked):

@@ -23,7 +23,7 @@ from hooktrain.utils.tensors import checksum, compute_device
 
 logger = logging.getLogger(__name__)
 
-# Names of methods in Lightning, MMEngine and transformers.
+# Method names of Lightning, MMEngine and transformers.
 _OF_OTHERS = re.compile(
     r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
     r"|on_(before|after)_|optimizer_step|lr_scheduler_step|configure_gradient_clipping"
@@ -31,7 +31,7 @@ _OF_OTHERS = re.compile(
     r"|configure_optimizers"
 )
 
-# The names of buffers of norms that only evaluations read.
+# Buffers of norms that only evaluations read.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -40,7 +40,7 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
 
     Args:
         model: the model.
-        optim_wrapper: the optimizer of the model, or several.
+        optim_wrapper: the wrapper of the model's optimizer, or several.
 
     Raises:
         ValueError: if the optimizers have no parameter of the model, if the ranks do not
@@ -51,14 +51,14 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
     started = count_processes()
     if started > comm.get_world_size():
         logger.warning(
-            "%d processes were started together, and this one has joined none: each trains a "
-            "model of its own. To train one, call launch(main) or strategy.setup() first",
+            "%d processes were started together, but this one has not joined the others: each "
+            "trains its own model. To train one model, call launch(main) or strategy.setup() first",
             started,
         )
 
 
 def trainable(model: nn.Module) -> dict[int, nn.Parameter]:
-    """The parameters that are trained, by their identity, which is compared faster."""
+    """The trainable parameters by their ``id()``, which is faster to compare."""
     return {id(p): p for p in model.parameters() if p.requires_grad}
 
 
@@ -84,7 +84,7 @@ def log_modes(model: nn.Module) -> None:
 
 
 def log_units(trainer: Any) -> None:
-    """Log what an iteration and an epoch are, which other trainers count in other ways."""
+    """Log the sizes of an iteration and an epoch, since other trainers count differently."""
     loader = trainer.data_loader
     of_rank = getattr(loader, "batch_size", None) or 0
     size = getattr(loader, "total_batch_size", of_rank * comm.data_parallel_size())
@@ -99,9 +99,10 @@ def log_units(trainer: Any) -> None:
 
 
 def tell_of_early_gradients(trainer: Any) -> None:
-    """Tell of a ``compute_loss`` that makes, clips or frees gradients.
+    """Log a ``compute_loss`` that computes, clips or frees gradients.
 
-    Without accumulation they are only dropped, as those of an adversarial example may be.
+    Without accumulation this is no warning: the gradients are only dropped, which may be intended,
+    as for an adversarial example.
     """
     calls = {
         "backward",
@@ -112,17 +113,17 @@ def tell_of_early_gradients(trainer: Any) -> None:
     if calls:
         logger.log(
             logging.WARNING if trainer.batches_per_step > 1 else logging.INFO,
-            "compute_loss calls %s, but the trainer frees and computes the gradients, after it. "
-            "What changes them belongs in after_backward(), clipping in the OptimWrapper",
+            "compute_loss calls %s, but afterwards the trainer frees and computes the gradients. "
+            "Code that changes them belongs in after_backward(), clipping in the OptimWrapper",
             calls,
         )
 
 
 def warn_of_lost_calls(trainer: Any) -> None:
-    """Warn about calls that an overridden ``run_step`` lacks.
+    """Warn about calls that are missing in an overridden ``run_step``.
 
     Args:
-        trainer: a trainer with a model, in a run.
+        trainer: a trainer with a model, during a run.
     """
     waiting = []
     for hook in trainer.hooks:
@@ -176,12 +177,12 @@ def _adds_up(module: nn.Module, trainer: Any) -> bool:
 def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
     """Warn if the ranks have different weights or buffers. A collective.
 
-    A checkpoint has the buffers of the main process. Running statistics of norms are left out,
-    since no training step reads them, and so are sharded and sparse buffers.
+    A checkpoint has the buffers of the main process. Running statistics of norms are not compared,
+    since no training step reads them. Neither are sharded and sparse buffers.
 
     Args:
         model: the model.
-        is_sharded: whether each rank has its own part of the weights, which are not compared then.
+        is_sharded: whether each rank has its own part of the weights, which are then not compared.
     """
     if comm.get_world_size() == 1:
         return
@@ -200,13 +201,13 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
     norms, buffers = zip(*comm.all_gather((norm, checksums)), strict=True)
     if min(norms) < 0.999999 * max(norms):
         logger.warning(
-            "The ranks have different weights. They exchange gradients if the trainer gets "
-            "create_ddp_model(model), and if that, self.model, is called, not the module in it"
+            "The ranks have different weights. To exchange gradients, give the trainer "
+            "create_ddp_model(model), and call this, self.model, not the module inside it"
         )
     different = [name for name in checksums if len({of[name] for of in buffers}) > 1]
     if different:
         logger.warning(
-            "Buffers differ between the ranks, and all ranks resume with those of the main "
+            "Buffers differ between the ranks, but all ranks would resume with those of the main "
             "process: %s",
             different[:5],
         )
@@ -225,8 +226,8 @@ def without_masks(model: nn.Module, broken: set[str]) -> set[str]:
 def log_parts(model: nn.Module) -> None:
     """Log a table of a model's children, with the model itself in its last row.
 
-    It has the number of their parameters and of those that are trained, and their modes. The log
-    file has all modules too.
+    It shows the numbers of all and of trainable parameters, and the modes. The log file also lists
+    all modules.
     """
     bare = unwrap_model(model)
     logger.debug("Model:\n%s", bare)
@@ -248,8 +249,8 @@ def log_parts(model: nn.Module) -> None:
 def warn_of_events(kind: type) -> None:
     """Warn about methods of a class that look like events, and about events without ``super()``.
 
-    Whether a method calls the one of its base class is read from the names in its code, which
-    costs nothing when the method runs.
+    The names in a method's code show whether it calls the method of its base class, which costs
+    nothing when the method runs.
 
     Args:
         kind: a class of hooks or of trainers.
@@ -262,7 +263,7 @@ def warn_of_events(kind: type) -> None:
         is_called = any(name in names_used(method) for method in callers)
         if is_meant and not is_called and not hasattr(kind.__base__, name):
             logger.warning(
-                "%s.%s is not an event, so only code of yours calls it; the events are %s. A "
+                "%s.%s is not an event, so only your own code calls it; the events are %s. A "
                 "trainer's own step is run_step(), its own loss compute_loss(data)",
                 kind.__name__,
                 name,
@@ -270,7 +271,7 @@ def warn_of_events(kind: type) -> None:
             )
     for name in (*EVENTS, "__init__"):
         used = [names_used(vars(base).get(name)) for base in kind.__mro__]
-        # A method that uses no name does nothing, so its call may be left out.
+        # A method that uses no names does nothing, so it need not be called.
         busy = list(filter(None, used))
         if any(name not in names for names in busy[:-1]):
             logger.warning(

@@ -1,4 +1,4 @@
-"""The loop of iterations, which calls the hooks around it."""
+"""The training loop, which calls the hooks around each iteration."""
 
 import logging
 import weakref
@@ -41,18 +41,19 @@ logger = logging.getLogger(__name__)
 
 
 class Run:
-    """What a trainer notes for one run.
+    """The bookkeeping of one run.
 
     Attributes:
         rank: the data-parallel rank of this process.
-        begun: the hooks whose ``before_train`` was called; None if nothing runs.
+        begun: the hooks whose ``before_train`` was called; None outside a run.
         has_backward: whether ``after_backward`` was called.
-        late_error: an error that is raised when all hooks have seen the iteration.
-        trainable: the parameters that are trained, by their identity; None if they are sharded.
-        versions: those of the optimizers when the run began; empty when they were looked at.
-        non_finite: the names of what was infinite or NaN when the run began, such as masks; None
-            before that.
-        confirmed: so many iterations were done when everything was finite on every rank.
+        late_error: an error to raise after all hooks have seen the iteration.
+        trainable: the trainable parameters by their ``id()``; None if they are sharded.
+        versions: the optimizers' versions when the run began; empty once they were compared.
+        non_finite: the names of the tensors that already held infinities or NaNs when the run
+            began, such as masks; None before that.
+        confirmed: the number of finished iterations at the last check that found everything finite
+            on every rank; -1 once a state was taken after it.
     """
 
     def __init__(self) -> None:
@@ -67,30 +68,30 @@ class Run:
 
 
 class TrainerBase:
-    """A loop of iterations with hooks. A subclass defines :meth:`run_step`.
+    """A training loop with hooks. A subclass defines :meth:`run_step`.
 
     The methods ``before_train``, ``before_step``, ``after_backward``, ``after_step``,
-    ``after_evaluation`` and ``after_train`` are the events of the hooks. A subclass that has
-    something to do at one of them overrides it and calls ``super()``.
+    ``after_evaluation`` and ``after_train`` are the events of the hooks. A subclass may override
+    them, and must then call ``super()``.
 
-    Before each iteration, and before the end, the loop seeds the random generators, by a function
-    of the seed, the iteration and the rank. So any iteration can be computed again.
+    Before each iteration and at the end of the run, the loop seeds the random generators from the
+    seed, the iteration and the rank, so that any iteration can be recomputed.
 
     Attributes:
         iter: the current iteration, from 0; ``max_iter`` after a complete run.
-        done: the number of finished iterations. In ``after_step`` the current one is finished.
+        done: the number of finished iterations; in ``after_step`` it includes the current one.
         start_iter: the first iteration of the run.
-        succeeded: whether the run came to its end, early or not, and nothing failed. Set by the
+        succeeded: whether the run reached its end, or an early stop, without an error. Set by the
             event methods, so it also holds in loops that call those directly.
         seed: the seed of the run's random numbers; None takes ``torch.initial_seed()``.
-        storage: holds the metrics.
-        agreement: what the ranks agree on at each exchange, such as an early stop.
-        sync_period: the number of iterations from one exchange of the ranks to the next.
-        is_last: whether the current iteration is the last one of the run.
+        storage: the EventStorage that holds the metrics.
+        agreement: the Agreement of the ranks, for example on an early stop.
+        sync_period: the number of iterations between two exchanges of the ranks.
+        is_last: whether the current iteration is the last one of the run. Set before the step.
         ends_period: whether the ranks exchange metrics after the current iteration, as they do at
-            the end of each period and of the run. Both are known before the step.
-        clock: where the time of the run goes; periods such as "10 minutes" end by it.
-        meta: plain values that each checkpoint holds, such as the configuration.
+            the end of each period and of the run. Set before the step.
+        clock: measures the time of the run, and decides when periods such as "10 minutes" end.
+        meta: plain values to save in each checkpoint, such as the configuration.
         places_by_phase: whether :meth:`register_hooks` sorts hooks by their phases.
     """
 
@@ -105,11 +106,11 @@ class TrainerBase:
     ends_period: bool = False
     _broke_off = False  # inside an iteration
     _max_iter = 0
-    _epoch_length: int | None = None  # as it was set
-    _loader_length = 0  # in batches; 0 is not known
+    _epoch_length: int | None = None  # as set by the user
+    _loader_length = 0  # in batches; 0 if unknown
 
     def __new__(cls: type[Trainer], *_args: Any, **_kwargs: Any) -> Trainer:
-        """Warn of what a subclass leaves out, such as the call of this class's constructor."""
+        """Warn about likely mistakes in a subclass, such as an event that is never called."""
         warn_of_events(cls)
         return super().__new__(cls)
 
@@ -124,44 +125,44 @@ class TrainerBase:
 
     @property
     def max_iter(self) -> int:
-        """The iteration that the run ends before. An early stop lowers it."""
+        """The iteration at which the run ends, exclusive. An early stop lowers it."""
         return self._max_iter
 
     @max_iter.setter
     def max_iter(self, max_iter: int) -> None:
         self._refuse_in_run(
             "max_iter",
-            "request_stop() ends it early, train(max_iter=...) goes on later",
+            "call request_stop() to end it early, or train(max_iter=...) later to go on",
         )
         self._max_iter = max_iter
 
     def _refuse_in_run(self, name: str, instead: str) -> None:
         if self._run.begun is not None:
             raise RuntimeError(
-                f"{name} cannot be set in a run, which has read it: {instead}"
+                f"{name} cannot be set during a run, which already uses it: {instead}"
             )
 
     @property
     def batches_per_step(self) -> int:
-        """The number of batches of the loader that an iteration takes."""
+        """The number of batches that an iteration takes from the loader."""
         return 1
 
     @property
     def epoch_length(self) -> int | None:
-        """The iterations of an epoch, as they were set or as the loader has them, or None."""
+        """The number of iterations per epoch: as set, or by the loader's length, or None."""
         own = -(-self._loader_length // self.batches_per_step)  # rounded up
         return self._epoch_length or own or None
 
     @epoch_length.setter
     def epoch_length(self, epoch_length: int | None) -> None:
         self._refuse_in_run(
-            "epoch_length", "set it before, or give the trainer another data_loader"
+            "epoch_length", "set it before, or assign another trainer.data_loader"
         )
         self._epoch_length = epoch_length
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run ends early, once all ranks know it."""
+        """Why the run ends early; None until all ranks know it."""
         return self.agreement.stop_reason
 
     # The loop.
@@ -176,24 +177,26 @@ class TrainerBase:
         """Run the iterations from ``start_iter`` up to ``max_iter``, exclusive.
 
         Args:
-            start_iter: None goes on after the last finished iteration.
-            max_iter: the iteration to end before.
-            max_epochs: in place of ``max_iter``, counted from iteration 0.
+            start_iter: the first iteration; None continues after the last finished one.
+            max_iter: the iteration at which to end, exclusive.
+            max_epochs: the end in epochs, in place of ``max_iter``. Also counted from iteration 0.
 
         Raises:
-            ValueError: if there is no end after the start, or if epochs are asked for and their
-                length is not known.
-            RuntimeError: if a hook or an evaluation calls it; if another thread trains; or without
-                ``start_iter``, if the last run broke off inside an iteration.
+            ValueError: if no end is given or it lies before the start, or if ``max_epochs`` is
+                given and the length of an epoch is unknown.
+            RuntimeError: if called from a hook or an evaluation, or while another thread trains;
+                or without ``start_iter``, if the last run broke off inside an iteration.
         """
         if self._run.begun is not None:
-            raise RuntimeError("train() is running: no hook or evaluation can call it")
+            raise RuntimeError(
+                "train() is already running: hooks and evaluations cannot call it"
+            )
         if start_iter is None:
             start_iter = self.done
             if self._broke_off:
                 raise RuntimeError(
                     f"the last run broke off inside iteration {self.iter}: load a checkpoint, "
-                    f"or go on as things are: train({start_iter=})"
+                    f"or continue from the current state by train({start_iter=})"
                 )
         max_iter = end_of_run(start_iter, max_iter, max_epochs, self.epoch_length)
         if start_iter < max_iter:
@@ -214,12 +217,12 @@ class TrainerBase:
             self.after_train()
 
     def _run_iterations(self) -> None:
-        self.synchronize()  # a hook may have asked for a stop
+        self.synchronize()  # a hook may have requested a stop
         self._broke_off = True  # until the last iteration has ended
         for iteration in range(self.start_iter, self.max_iter):
             if self.stop_reason is not None and self.can_save:
                 self._max_iter = iteration
-                self.synchronize()  # of the iterations since the last exchange
+                self.synchronize()  # covers the iterations since the last exchange
                 break
             self.iter = iteration
             self.before_step()
@@ -232,7 +235,7 @@ class TrainerBase:
     def _end_failed_run(self, error: BaseException) -> None:
         self.succeeded = False
         if isinstance(error, Exception):
-            # For log.txt; who catches it, or Python, shows it on the terminal.
+            # For log.txt; on the terminal the caller or Python itself shows it.
             logger.debug("Exception during training:", exc_info=True)
         try:
             self.after_train()
@@ -264,16 +267,16 @@ class TrainerBase:
     def before_step(self) -> None:
         """Seed this iteration, then call the hooks."""
         self.seed_generators(self.iter)
-        ends = self.iter + 1
-        self.is_last = ends == self._max_iter
-        self.ends_period = self.is_last or ends % self.sync_period == 0
+        finished = self.iter + 1  # after this iteration
+        self.is_last = finished == self._max_iter
+        self.ends_period = self.is_last or finished % self.sync_period == 0
         self.storage.iter = self.iter
         self.clock.begin_step()
         for hook in self._hooks:
             hook.before_step()
 
     def run_step(self) -> None:
-        """Make one iteration. A subclass defines it, and calls :meth:`after_backward`."""
+        """Run one iteration. A subclass defines it, and calls :meth:`after_backward` in it."""
         raise NotImplementedError(f"{type(self).__qualname__} must define run_step")
 
     def after_backward(self) -> None:
@@ -302,28 +305,28 @@ class TrainerBase:
     def after_evaluation(self, results: Results) -> None:
         """Record the results of an evaluation, then call the hooks. A collective.
 
-        ``EvalHook`` calls it, and so does any hook or loop that evaluates in its own way. Every
-        rank takes the results of the main process. They are recorded under their names, but under
-        ``"eval/<name>"`` if the training has a metric of that name.
+        ``EvalHook`` calls it, and so should any hook or loop with an evaluation of its own. Every
+        rank takes the results of the main process. They are recorded under their names, or under
+        ``"eval/<name>"`` if the training records a metric of that name.
 
         Args:
             results: numbers by name, possibly nested. Other values in it, such as torchmetrics'
-                list of classes, are named in the log and left out.
+                list of classes, are left out and named in the log.
         """
         numbers = comm.broadcast(as_numbers(results))
-        self.synchronize()  # the training's metrics come first, and a signal may have come
-        # An evaluation after the run is one of its last iteration.
+        self.synchronize()  # training metrics come first, and a signal may have arrived
+        # An evaluation after the run belongs to its last iteration.
         iteration = max(self.done - 1, 0) if self.succeeded else self.iter
         self.storage.put_results(numbers, iteration)
         for hook in self._hooks:
             hook.after_evaluation(numbers)
-        self.synchronize()  # a hook may ask for a stop, which then comes after this iteration
+        self.synchronize()  # so that a stop requested by a hook comes after this iteration
 
     def after_train(self) -> None:
         """Call every hook whose ``before_train`` ran, and raise the first error."""
         if self.succeeded:
             self.iter = self.storage.max_iter = self.max_iter  # an early stop lowers it
-            # A run that was complete when it began has seeded no step.
+            # No step has seeded them if the run was already complete when it began.
             self.seed_generators(self.done, "end")
         self.storage.iter = self.iter
         run = self._run
@@ -340,18 +343,18 @@ class TrainerBase:
             self.succeeded = False
             raise run.late_error
 
-    # Requests of hooks.
+    # Requests from hooks.
 
     def seed_generators(self, iteration: int, event: str = "step") -> None:
         """Seed the generators of this rank; see :func:`hooktrain.utils.env.seed_step`."""
-        assert self.seed is not None  # from before_train on
+        assert self.seed is not None  # set in before_train
         seed_step(self.seed, iteration, self._run.rank, event)
 
     def request_stop(self, reason: str) -> None:
-        """Ask for an early end of the run. Any rank may call it.
+        """Request an early end of the run. Any rank may call it.
 
-        A single process stops after this iteration, and several ranks stop at their next
-        exchange. An open gradient accumulation is completed first.
+        A single process stops after this iteration, several ranks at their next exchange. A
+        gradient accumulation in progress is completed first.
         """
         self.agreement.request_stop(reason, self.iter)
 
@@ -360,11 +363,11 @@ class TrainerBase:
         self._run.late_error = self._run.late_error or error
 
     def tolerate_losses(self) -> None:
-        """Let the losses of this iteration be infinite or NaN. Call it on all ranks."""
+        """Allow infinite and NaN losses in this iteration. Call it on all ranks."""
         self._losses.tolerate(self.iter)
 
     def synchronize(self) -> None:
-        """Exchange metrics and what the ranks agree on, and check the losses. A collective."""
+        """Exchange metrics, stop requests and the time, and check the losses. A collective."""
         if comm.get_world_size() > 1:
             maxima = self._losses.exchange(self.done, self.agreement.proposals())
             self.agreement.settle(maxima)
@@ -388,10 +391,10 @@ class TrainerBase:
     def state_dict(self) -> State:
         """The state that a resumed run needs, in tensors and plain types.
 
-        ``iteration`` is the last finished iteration, and -1 before the first.
+        ``iteration`` is the last finished iteration, -1 before the first.
 
         Raises:
-            FloatingPointError: if a loss was not finite.
+            FloatingPointError: if a loss is not finite.
         """
         self._losses.check(self.done)
         return {
@@ -409,39 +412,38 @@ class TrainerBase:
         }
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Refuse what :meth:`load_state_dict` could not load; change nothing.
+        """Refuse a state that :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for the state of a hook that is not registered, or if a hook refuses its
-                state.
-            RuntimeError: in a run.
+            ValueError: if it holds the state of a hook that is not registered, or if a hook
+                refuses its state.
+            RuntimeError: during a run.
         """
         self._refuse_in_run(
             "the state of the trainer",
-            "load it before train(), or the weights alone by load_checkpoint()",
+            "load it before train(), or only the weights by load_checkpoint()",
         )
         hooks = named_hooks(self._hooks)
         states = state_dict.get("hooks", {})
         lost = [key for key in states if key not in hooks]
-        # The state is the main process's, and other ranks may have fewer hooks.
+        # The state is that of the main process; other ranks may have fewer hooks.
         if lost and comm.is_main_process():
             raise ValueError(
-                f"the checkpoint has states of hooks that are not registered: {lost}; "
-                f"there are {list(hooks)}. Register them before you resume, or load other parts "
-                "only"
+                f"the checkpoint has states of hooks that are not registered: {lost}; registered "
+                f"are {list(hooks)}. Register them before you resume, or load only other parts"
             )
         for key in states.keys() & hooks.keys():
             hooks[key].check_state_dict(states[key])
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what :meth:`state_dict` returned, so that ``train`` goes on after it.
+        """Load what :meth:`state_dict` returned, so that ``train`` continues after it.
 
         Args:
-            state_dict: the state. That of detectron2's trainers is accepted too. What the missing
-                parts are about is left unchanged; without ``"hooks"`` schedules begin anew.
+            state_dict: the state; states of detectron2's trainers are accepted too. An object
+                whose part is missing stays as it is; without ``"hooks"`` schedules start anew.
 
         Raises:
-            ValueError: if :meth:`check_state_dict` refuses the state. Nothing is changed then.
+            ValueError: if :meth:`check_state_dict` refuses the state. Nothing has changed then.
         """
         self.check_state_dict(state_dict)
         if "hooks" in state_dict:
@@ -471,35 +473,35 @@ class TrainerBase:
         before: HookReference = None,
         after: HookReference = None,
     ) -> None:
-        """Add hooks. Each has its place behind those of its phase; see :class:`HookBase`.
+        """Add hooks, each behind those of its phase; see :class:`HookBase`.
 
         During a run their ``before_train`` is called at once.
 
         Args:
-            hooks: the hooks; entries that are None are left out.
+            hooks: the hooks; None entries are skipped.
             before: a registered hook, its class or its key. The new hooks run right before it,
-                in the order of the list, and take over its phase.
-            after: the same, to let them run right after it.
+                in the order of the list, and take its phase.
+            after: the same, but they run right after it.
 
         Raises:
             TypeError: if an entry is not a hook.
-            ValueError: if there is no hook ``before`` or ``after``, if a phase is unknown, or if a
-                new hook has a trainer already.
+            ValueError: if the hook ``before`` or ``after`` is not registered, if a phase is
+                unknown, or if a new hook already has a trainer.
         """
         index, phase = len(self._hooks), None
         if before is not None or after is not None:
             index, phase = place_beside(self._hooks, before, after)
-        what = "hooks (for those of MMEngine see docs/migrating.md)"
+        what = "hooks (for MMEngine's see docs/migrating.md)"
         # A cycle of strong references would keep the model's memory until Python finds it.
         me = weakref.proxy(self)
         for hook in as_list(hooks, HookBase, what):
             if hook is None:
                 continue
-            # A constructor may have set this very trainer.
+            # The hook's constructor may have set this trainer already.
             is_free = any(hook.trainer is known for known in (None, self, me))
             if hook in self._hooks or not is_free:
                 raise ValueError(
-                    f"{hook!r} has a trainer already: make one for each trainer"
+                    f"{hook!r} already has a trainer: make one hook for each trainer"
                 )
             warn_of_events(type(hook))
             if phase is not None:
@@ -507,7 +509,7 @@ class TrainerBase:
             elif self.places_by_phase:
                 index = place_by_phase(self._hooks, hook)
             hook.trainer = me
-            # It is a new list, since a loop may be going over the old one.
+            # A new list, since a loop may be iterating over the old one.
             self._hooks = [*self._hooks[:index], hook, *self._hooks[index:]]
             index += 1
             if self._run.begun is not None:
@@ -515,5 +517,5 @@ class TrainerBase:
                 self._run.begun.append(hook)
 
     def describe_hooks(self) -> str:
-        """A line for each hook, in order: its name, its phase, the events that it overrides."""
+        """One line per hook, in order: its name, its phase and the events that it overrides."""
         return describe(self._hooks)

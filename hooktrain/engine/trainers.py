@@ -1,4 +1,4 @@
-"""Trainers with a step: one update of a model, by its losses or by a step of its own."""
+"""Trainers of a model that returns its losses, or that has a training step of its own."""
 
 import logging
 import time
@@ -45,33 +45,33 @@ logger = logging.getLogger(__name__)
 
 
 class ModelTrainer(TrainerBase):
-    """The base of trainers that have a model, its data and its optimizer.
+    """The base class of trainers with a model, its data and its optimizer.
 
     Args:
-        model: the model. If all of it is in evaluation mode, it is put into training mode. Else
-            its layers keep their modes, such as a frozen BatchNorm, and the log names those that
-            are in evaluation mode.
-        data_loader: an iterable of batches; see :class:`hooktrain.data.batches.Batches`. None is
-            for steps that make their own data, as in reinforcement learning: each batch is None.
+        model: the model. If it is entirely in evaluation mode, it is put into training mode.
+            Otherwise each layer keeps its mode, such as a frozen BatchNorm, and the log names the
+            layers in evaluation mode.
+        data_loader: an iterable of batches; see :class:`hooktrain.data.batches.Batches`. Give None
+            if the step makes its own data, as in reinforcement learning; each batch is then None.
         optimizer: a torch optimizer, an :class:`hooktrain.solver.OptimWrapper`, or a dict
-            of several of either by name.
-        gather_metric_period: the ranks exchange their metrics every so many iterations, or
-            every ``"1 epoch"``. The metrics of a period cannot be read before.
-        zero_grad_before_forward: whether the gradients are freed before the forward pass; by
-            default they are freed after it.
-        async_write_metrics: whether losses are checked at the end of a period only, even if
-            it costs nothing to check them before each update.
+            of either by name.
+        gather_metric_period: the period in which the ranks exchange metrics, in iterations or as
+            ``"1 epoch"``. The metrics of a period cannot be read before it ends.
+        zero_grad_before_forward: whether to free the gradients before the forward pass rather than
+            after it.
+        async_write_metrics: whether to check losses only at the end of a period, even if checking
+            them before each update would cost nothing.
 
     Attributes:
         optim_wrapper: the wrapper of the optimizer; ``optimizer`` is the torch optimizer in it.
-        updating: the wrapper whose update comes next, for hooks in ``after_backward``.
-        losses: this rank's losses of the iteration, for hooks in ``after_backward``; empty where
-            the step does not know them before the update, as in :class:`StepTrainer`.
-        checkpointer: saves and loads this trainer, if :func:`hooktrain.engine.build_trainer` has
-            made it; else None.
+        updating: the wrapper that is about to update, for hooks in ``after_backward``.
+        losses: this rank's losses of the iteration, for hooks in ``after_backward``; empty if the
+            step does not know them before the update, as in :class:`StepTrainer`.
+        checkpointer: the Checkpointer that :func:`hooktrain.engine.build_trainer` has made for
+            this trainer; else None.
 
     Raises:
-        TypeError: if ``model`` is not a module, or ``optimizer`` not an optimizer.
+        TypeError: if ``model`` is not a module, or ``optimizer`` is not an optimizer.
         ValueError: if the period is below 1.
     """
 
@@ -89,7 +89,7 @@ class ModelTrainer(TrainerBase):
         async_write_metrics: bool = False,
     ) -> None:
         super().__init__()
-        set_modes(model)  # it refuses anything but a module
+        set_modes(model)  # raises an error unless it is a module
         self.optim_wrapper = self.updating = as_optim_wrapper(optimizer)
         self.optim_wrapper.name_parameters(model)
         self.data_loader = data_loader
@@ -102,19 +102,19 @@ class ModelTrainer(TrainerBase):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer. It can be replaced between two runs, not in one."""
+        """The torch optimizer. It can be replaced between two runs, but not during one."""
         return self.optim_wrapper.optimizer  # type: ignore[no-any-return]
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._refuse_in_run(
-            "the optimizer", "the schedules keep theirs, so replace it between two runs"
+            "the optimizer", "the schedules do too, so replace it between two runs"
         )
         self.optim_wrapper.optimizer = optimizer
 
     @property
     def data_loader(self) -> Any:
-        """The loader."""
+        """The data loader."""
         return self._data_loader_iter.loader
 
     @data_loader.setter
@@ -127,7 +127,7 @@ class ModelTrainer(TrainerBase):
         return self._move(data)
 
     def next_batch(self) -> Any:
-        """The next batch, on the model's device: what a ``run_step`` of your own begins with."""
+        """The next batch, on the model's device. Your own ``run_step`` begins by calling this."""
         return self._take(self._data_loader_iter)
 
     def _take(self, batches: Iterator[Any]) -> Any:
@@ -137,7 +137,7 @@ class ModelTrainer(TrainerBase):
         return batch
 
     def before_train(self) -> None:
-        """Check that model and optimizers fit, begin the run, and start the loader."""
+        """Check that model and optimizers match, begin the run, and start the loader."""
         check_parts(self.model, self.optim_wrapper)
         trained = trainable(self.model)
         log_modes(self.model)
@@ -153,15 +153,15 @@ class ModelTrainer(TrainerBase):
             log_units(self)
             tell_of_early_gradients(self)
             warn_of_equal_samples(self.data_loader)
-            # The loader starts last, since it may draw random numbers as it starts.
+            # The loader starts last, since its start may draw random numbers.
             self._data_loader_iter.start()
 
     def after_step(self) -> None:
-        """Exchange metrics, call the hooks, and look for mistakes after each period."""
+        """Exchange metrics, call the hooks, and check for mistakes after a period."""
         run = self._run
         if self.ends_period and run.trainable is not None:
             trained = trainable(self.model)
-            if not trained.keys() <= run.trainable.keys():  # new, or frozen before
+            if not trained.keys() <= run.trainable.keys():  # new, or no longer frozen
                 run.trainable |= trained
                 check_parts(self.model, self.optim_wrapper)
         super().after_step()
@@ -177,18 +177,18 @@ class ModelTrainer(TrainerBase):
     def _check_mode(self) -> None:
         if self._run.begun is None:
             raise RuntimeError(
-                "no run has begun: train() calls run_step(); a loop of your own first calls "
-                "before_train()"
+                "no run has begun: call train(), or before_train() first in a loop of your own"
             )
         if not self.model.training:
             raise RuntimeError(
-                "the model is in evaluation mode: after model.eval() call model.train()"
+                "the model is in evaluation mode: call model.train() after model.eval()"
             )
 
     def record_losses(self, losses: Mapping[str, Any]) -> None:
-        """Record the losses of an iteration: what a ``run_step`` of your own ends with.
+        """Record the losses of an iteration.
 
-        Call it before the update, so that a loss that is not finite changes no weight.
+        In your own ``run_step``, call it before the update, so that a loss that is not finite
+        changes no weights.
 
         Args:
             losses: losses by name. Their sum is recorded as ``total_loss``, unless one of them has
@@ -196,7 +196,7 @@ class ModelTrainer(TrainerBase):
 
         Raises:
             FloatingPointError: if the sum, or a loss of a StepTrainer, is not finite. With several
-                ranks or an accelerator it is checked at the end of a period.
+                ranks or on an accelerator, this is checked at the end of a period.
         """
         data_time = self._losses.data_time
         self._losses.data_time = 0.0
@@ -209,13 +209,13 @@ class ModelTrainer(TrainerBase):
         prefix: str = "",
         iter: int | None = None,
     ) -> None:
-        """Record losses as detectron2's method of this name, which subclasses may override.
+        """Record losses. Subclasses may override this method, as in detectron2.
 
         Args:
             loss_dict: see :meth:`record_losses`.
             data_time: the seconds that the step waited for data.
-            prefix: is put before each name.
-            iter: the iteration; None is the current one.
+            prefix: prepended to each name.
+            iter: the iteration; None takes the current one.
         """
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}
@@ -230,20 +230,20 @@ class ModelTrainer(TrainerBase):
     def prepare_save(self) -> None:
         """Check before a save that everything is finite on every rank. A collective.
 
-        The next :meth:`state_dict` of this iteration does not look at the weights again.
+        The next :meth:`state_dict` of this iteration does not check the weights again.
 
         Raises:
             FloatingPointError: on all ranks, if a loss or a weight of any rank is not finite.
         """
         super().prepare_save()
-        # What is broken is found first, since hooks may gather their states.
+        # Outside on_all_ranks, since the state_dict of a hook may be a collective.
         on_all_ranks(partial(self._refuse, self._find_non_finite()))
         self._run.confirmed = self.done
 
     def _find_non_finite(self) -> set[str]:
-        """The names of the tensors of a checkpoint that became infinite or NaN in this run.
+        """The names of the tensors to save that became infinite or NaN in this run.
 
-        They are those of the model, of the optimizer, and of the hooks, such as an average.
+        They are tensors of the model, the optimizer and the hooks, such as averaged weights.
         """
         if self._run.non_finite is None:  # no run has begun
             return set()
@@ -259,17 +259,17 @@ class ModelTrainer(TrainerBase):
     def _refuse(self, broken: set[str]) -> None:
         if broken:
             raise FloatingPointError(
-                f"Infinite or NaN at iteration={self.iter}, and not saved: "
+                f"Infinite or NaN at iteration={self.iter}, so not saved: "
                 f"{sorted(broken)[:10]}\n{NONFINITE_HINT}"
             )
 
     def state_dict(self) -> State:
-        """The state of the loop, of the optimizer, and the position in the data.
+        """The state of the loop and of the optimizer, and the position in the data.
 
         Raises:
-            FloatingPointError: if a loss was not finite, or if weights are not.
+            FloatingPointError: if a loss or a weight is not finite.
         """
-        state = super().state_dict()  # it checks the losses
+        state = super().state_dict()  # this checks the losses
         if self._run.confirmed != self.done:
             self._refuse(self._find_non_finite())
         self._run.confirmed = -1
@@ -280,10 +280,10 @@ class ModelTrainer(TrainerBase):
         }
 
     def check_state_dict(self, state_dict: State) -> None:
-        """Refuse what :meth:`load_state_dict` could not load; change nothing.
+        """Refuse a state that :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: for a hook that is not registered, another optimizer or other data.
+            ValueError: if it is of a hook that is not registered, or of another optimizer or data.
         """
         super().check_state_dict(state_dict)
         state = _flat(state_dict)
@@ -308,29 +308,29 @@ class ModelTrainer(TrainerBase):
                 optimizer = without_schedules(optimizer)
             self.optim_wrapper.load_state_dict(optimizer)
         else:
-            logger.info("The state has no optimizer, so the optimizer keeps its own")
+            logger.info("The state has no optimizer's, so the optimizer keeps its own")
 
 
 def _flat(state_dict: State) -> State:
-    """The state without the nesting of detectron2's DefaultTrainer, whose files load."""
+    """The state without the nesting that detectron2's DefaultTrainer adds in its files."""
     return {**state_dict.get("_trainer", {}), **state_dict}
 
 
 class SimpleTrainer(ModelTrainer):
     """Trains a model that returns its losses.
 
-    An iteration is one update, of ``accumulative_counts`` batches. The model takes a batch and
-    returns what :func:`hooktrain.model.losses.parse_losses` understands. For another loss override
-    :meth:`compute_loss`, for another step :meth:`run_step`. Batches of unequal sizes have a
-    :meth:`weight`.
+    An iteration is one update, computed from ``accumulative_counts`` batches. The model takes a
+    batch and returns an output that :func:`hooktrain.model.losses.parse_losses` accepts. Override
+    :meth:`compute_loss` to change the loss, :meth:`run_step` to change the step, and
+    :meth:`weight` if batches have unequal sizes.
 
     The arguments are those of :class:`ModelTrainer`.
 
     Attributes:
-        parse_losses: splits what :meth:`compute_loss` returned into the loss and the values to
+        parse_losses: splits the output of :meth:`compute_loss` into the loss and the values to
             record; a function like :func:`hooktrain.model.losses.parse_losses`.
-        replay: a function that takes the place of :meth:`compute_gradients`, for hooks that compute
-            the gradients of a step more than once; None, if there is none.
+        replay: a function that is called instead of :meth:`compute_gradients`, for hooks that
+            compute the gradients of a step more than once; None for none.
 
     Raises:
         TypeError: when a subclass is defined whose :meth:`compute_loss` does not take one batch.
@@ -345,21 +345,22 @@ class SimpleTrainer(ModelTrainer):
             signature(cls.compute_loss).bind("self", "data")
         except TypeError as error:
             raise TypeError(
-                f"{cls.__qualname__}.compute_loss must be compute_loss(self, data), which gets a "
-                f"batch; the model is self.model: {error}"
+                f"{cls.__qualname__}.compute_loss must be compute_loss(self, data), where data is "
+                f"a batch; the model is self.model: {error}"
             ) from None
 
     @property
     def batches_per_step(self) -> int:
         """The number of batches that make one update."""
-        # Several optimizers each have their own, and a run_step that knows it.
+        # Each of several optimizers has its own count, and only their run_step knows how they
+        # share batches.
         return getattr(self.optim_wrapper, "accumulative_counts", 1)
 
     def run_step(self) -> None:
-        """One iteration: batches, losses and gradients, then the wrapper's update.
+        """Run one iteration: take batches, compute losses and gradients, and update.
 
-        Between the gradients and the update the wrapper calls the hooks, and the metrics are
-        recorded: see :meth:`hooktrain.solver.OptimWrapper.step`.
+        Before the update the hooks are called and the losses recorded; see
+        :meth:`hooktrain.solver.OptimWrapper.step`.
         """
         self._check_mode()
         compute = self.replay or self.compute_gradients
@@ -372,9 +373,9 @@ class SimpleTrainer(ModelTrainer):
             wrapper.after_backward = None
 
     def compute_loss(self, data: Any) -> Any:
-        """The losses of a batch: here what the model returns for it.
+        """The losses of a batch; by default, the model's output for it.
 
-        Override it for a loss that the model does not compute.
+        Override it for a loss that the model does not compute itself.
 
         Args:
             data: the batch, on the model's device. A dict may hold the model's arguments by name.
@@ -384,32 +385,33 @@ class SimpleTrainer(ModelTrainer):
         except (TypeError, AttributeError, RuntimeError, IndexError) as error:
             add_note(
                 error,
-                f"the batch is {types_of(data)!r:.300}; labels count from 0. A tuple "
-                "is one argument. To call the model in another way, override compute_loss(data) of "
-                "the trainer (a model with train_step needs StepTrainer, one of several ranks with "
-                "unused parameters create_ddp_model(model, find_unused_parameters=True))",
+                f"the batch is {types_of(data)!r:.300}; labels count from 0. A tuple is passed as "
+                "one argument. To call the model differently, override the trainer's "
+                "compute_loss(data) (a model with train_step needs StepTrainer; with unused "
+                "parameters, several ranks need create_ddp_model(model, "
+                "find_unused_parameters=True))",
             )
             raise
 
     def weight(self, data: Any) -> Any:
-        """How much the losses of a batch count among those of the same iteration: here 1.
+        """The weight of a batch's losses among those of the same iteration; by default 1.
 
         If batches have unequal numbers of tokens, boxes or pixels, and the loss is a mean over
-        these, return their number. Then the accumulated passes of all ranks give the gradients
-        and the losses of one large batch: with ``w`` for the weights of all batches of the
-        iteration on all ranks, the loss of the i-th, and what is recorded beside it, is multiplied
-        by ``w[i] / mean(w)``, and the means over passes and ranks are taken as without weights.
+        these, return their number. The accumulated passes of all ranks then give the gradients and
+        losses of one large batch. If ``w`` holds the weights of all batches of the iteration on
+        all ranks, the loss of the i-th batch, and all values recorded with it, are multiplied by
+        ``w[i] / mean(w)``, and then averaged over passes and ranks as usual.
 
-        The mean must be known before the first backward pass. So the batches of an iteration are
-        all taken from the loader first, and the ranks exchange one number, between their hosts.
-        None of this happens unless this method is overridden.
+        The mean must be known before the first backward pass, so all batches of an iteration are
+        taken from the loader first, and the ranks exchange one number, between CPUs. None of this
+        happens unless this method is overridden.
 
         Args:
-            data: the batch as the loader gives it, not yet moved to a device.
+            data: the batch as the loader returned it, not yet moved to a device.
 
         Returns:
-            A number of at least 0, or a tensor with one element. It may be 0, if the loss is finite
-            then. If all weights of an iteration are 0, a warning says so, once a run.
+            A number of at least 0, or a tensor with one element. It may be 0 if the loss is still
+            finite. If all weights of an iteration are 0, a warning says so, once a run.
         """
         return 1
 
@@ -417,10 +419,10 @@ class SimpleTrainer(ModelTrainer):
         """Compute the gradients of one update; :meth:`run_step` calls it.
 
         Args:
-            batches: gives ``accumulative_counts`` batches.
+            batches: the iterator to take ``accumulative_counts`` batches from.
 
         Returns:
-            The means of the losses over its batches.
+            The losses, averaged over these batches.
         """
         wrapper = self.optim_wrapper
         count = wrapper.accumulative_counts
@@ -445,9 +447,9 @@ class SimpleTrainer(ModelTrainer):
             if batch == 0 and not self.zero_grad_before_forward:
                 wrapper.zero_grad()
             wrapper.backward(wrapper.scale_loss(loss))
-            if count == 1:  # there is nothing to add up, so nothing is copied
+            if count == 1:  # nothing to add up, so nothing is copied
                 return losses
-            # Divided by a float32, means of losses in bfloat16 or float16 are float32.
+            # Division by a float32 makes the means of bfloat16 and float16 losses float32.
             divisor = torch.tensor(count, dtype=torch.float32)
             for name, value in losses.items():
                 part = value.detach() / divisor
@@ -455,7 +457,7 @@ class SimpleTrainer(ModelTrainer):
         return means
 
     def _before_update(self, losses: State) -> None:
-        """Call the hooks, then record the losses, since a hook may tolerate a NaN among them."""
+        """Call the hooks, then record the losses: a hook may have decided to tolerate NaNs."""
         self.updating = self.optim_wrapper
         self.losses = losses
         self.after_backward()
@@ -466,13 +468,13 @@ class SimpleTrainer(ModelTrainer):
 class AMPTrainer(SimpleTrainer):
     """A :class:`SimpleTrainer` in mixed precision, with detectron2's arguments.
 
-    With accumulation or clipping, give an :class:`hooktrain.solver.AmpOptimWrapper` to
-    ``SimpleTrainer``. The other arguments are those of :class:`ModelTrainer`.
+    For accumulation or clipping, pass an :class:`hooktrain.solver.AmpOptimWrapper` to
+    ``SimpleTrainer`` instead. The other arguments are those of :class:`ModelTrainer`.
 
     Args:
-        grad_scaler: the scaler; None makes one for float16.
+        grad_scaler: the scaler; None creates one for float16.
         precision: ``torch.float16`` or ``torch.bfloat16``.
-        log_grad_scaler: record the scale as ``[metric]grad_scaler``.
+        log_grad_scaler: whether to record the scale as ``[metric]grad_scaler``.
     """
 
     def __init__(
@@ -503,17 +505,17 @@ class AMPTrainer(SimpleTrainer):
     def after_backward(self) -> None:
         """Record the scale, then call the hooks."""
         if self.log_grad_scaler:
-            # A tensor, which nothing waits for; a disabled scaler has none.
+            # A tensor, which is not waited for; a disabled scaler has none.
             scale = getattr(self.grad_scaler, "_scale", 1.0)
             self.storage.put_scalar("[metric]grad_scaler", scale)
         super().after_backward()
 
 
 class StepTrainer(ModelTrainer):
-    """Trains a model that has a ``train_step(data, optim_wrapper)`` of its own.
+    """Trains a model that has its own ``train_step(data, optim_wrapper)``.
 
-    An iteration is one call of this method with one batch. The model decides what is updated,
-    how often and by which optimizer, and returns a dict of values to log, or None.
+    Each iteration calls this method once, with one batch. The model decides which parameters to
+    update, how often and with which optimizer, and returns a dict of values to log, or None.
     ``accumulative_counts`` counts calls of ``update_params``, and each update calls the hooks'
     ``after_backward``.
 
@@ -523,13 +525,13 @@ class StepTrainer(ModelTrainer):
 
     Attributes:
         last_batch: the batch of the last step, for hooks.
-        last_outputs: the values to log that the last step returned.
+        last_outputs: the values that the last step returned for logging.
 
     Raises:
-        TypeError: when a subclass is defined that overrides what only SimpleTrainer calls.
+        TypeError: when a subclass is defined that overrides a method only SimpleTrainer calls.
     """
 
-    _adds_up = False  # which of the values belong together, the model alone knows
+    _adds_up = False  # only the model knows which of the values add up
     last_batch: Any = None
     last_outputs: Mapping[str, Any] | None = None
 
@@ -540,14 +542,14 @@ class StepTrainer(ModelTrainer):
 
     @property
     def can_save(self) -> bool:
-        """Whether no accumulation is unfinished, since accumulated gradients are not saved."""
+        """Whether no accumulation is in progress, since accumulated gradients are not saved."""
         return all(wrapper.should_update() for wrapper in self._wrappers())
 
     def before_train(self) -> None:
-        """Begin the run, and prepare the wrappers. Gradients from before are dropped."""
+        """Begin the run, and prepare the wrappers. Leftover gradients are dropped."""
         super().before_train()
-        # As in MMEngine, one call of update_params in each iteration is expected, so the last
-        # update may have fewer passes. With several optimizers the number is unknown.
+        # As in MMEngine, one call of update_params per iteration is assumed, so the last
+        # accumulation may be shorter. With several optimizers the number of calls is unknown.
         done = getattr(self.optim_wrapper, "inner_count", 0)
         self.optim_wrapper.initialize_count_status(self.model, done, self.max_iter)
         self.optim_wrapper.zero_grad()
@@ -555,7 +557,7 @@ class StepTrainer(ModelTrainer):
             wrapper.after_backward = partial(self._before_update, wrapper)
 
     def run_step(self) -> None:
-        """Give one batch to the model's own step, and record what it returns."""
+        """Pass one batch to the model's ``train_step``, and record the values it returns."""
         self._check_mode()
         self.last_batch = self.next_batch()
         self.last_outputs = self._call_step(self.last_batch)
@@ -567,18 +569,18 @@ class StepTrainer(ModelTrainer):
             return {}
         if not isinstance(outputs, Mapping):
             raise TypeError(
-                f"train_step must return a dict of values to log: {type(outputs)}"
+                f"train_step must return a dict of values to log, not {type(outputs)}"
             )
         return outputs
 
     def after_train(self) -> None:
-        """Release the wrappers, and call the hooks. Warn of gradients that made no update."""
+        """Release the wrappers, and call the hooks. Warn about gradients that were not used."""
         for wrapper in self._wrappers():
             wrapper.after_backward = None
         if self.succeeded and not self.can_save:
             logger.warning(
-                "The run ended inside a gradient accumulation, so its last backward passes "
-                "made no update"
+                "The run ended inside a gradient accumulation, so the gradients of its last "
+                "backward passes were not used"
             )
         super().after_train()
 

@@ -14,7 +14,7 @@ from hooktrain.utils.names import State
 Entry = tuple[float, int]  # a value and its iteration
 
 _MAX_SAVED = 1000  # values of a metric in a checkpoint
-# The attributes that a checkpoint has as they are.
+# The attributes that a checkpoint holds as they are.
 _SAVED = (
     "smoothing_hint",
     "reproducible",
@@ -28,27 +28,26 @@ _SAVED = (
 class HistoryBuffer:
     """The last values of a metric, and the mean of all its values.
 
-    A window has so many iterations and ends with the last value's. Its median and mean are NaN
-    while one of its values is NaN. The global average is that of the finite values only, so one NaN
-    does not spoil it for good.
+    A window is a number of iterations, ending with that of the last value. Its median and mean are
+    NaN while one of its values is NaN. The global average includes only the finite values, so one
+    NaN does not spoil it forever.
 
     Args:
         max_length: how many values to keep, at least 1. The oldest are dropped.
-        result: the name that evaluations give these results; "" for a metric of the training.
+        result: the name that evaluations give these results; "" for a training metric.
 
     Attributes:
-        count: how many values were ever added.
-        non_finite_count: how many of them were infinite or NaN.
-        finite_sum: the sum of the others.
+        count: the number of values that were ever added.
+        non_finite_count: the number of them that were infinite or NaN.
+        finite_sum: the sum of the finite values.
         smoothing_hint: whether writers should show the median of the last iterations.
         reproducible: whether a resumed run computes the same values again.
-        result: as given. Of results writers show each.
+        result: the argument. Writers show every value of a result.
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
-        written: by the name of a writer, how many values it has written.
-        shown: what writers show of the newest values, computed once for all of them: by the size
-            of a window its values, and by that and the number of new values their entries. The
-            next value clears it.
+        written: how many values each writer has written, by the names of the writers.
+        shown: a cache for all writers, which the next value clears: the values of a window by its
+            size, and the entries to write by the number of new values and that size.
     """
 
     def __init__(self, max_length: int = 10_000, result: str = "") -> None:
@@ -68,7 +67,7 @@ class HistoryBuffer:
 
         Args:
             value: the value.
-            iteration: when it was measured. None is the number of values before it.
+            iteration: the iteration of the value. None takes the number of values before it.
         """
         if iteration is None:
             iteration = self.count
@@ -100,7 +99,7 @@ class HistoryBuffer:
         return self._data[-1][0]
 
     def recent(self, window_size: int) -> list[float]:
-        """The values of a window. The list is kept for the next call, so do not change it."""
+        """The values of a window. The list is cached, so do not change it."""
         if window_size not in self.shown:
             _, last = self._data[-1]
             first = last - window_size + 1
@@ -127,11 +126,11 @@ class HistoryBuffer:
         return list(self._data)
 
     def tail(self, count: int) -> list[Entry]:
-        """The last pairs (value, iteration), so many of them, the oldest first."""
+        """The last ``count`` pairs (value, iteration), the oldest first."""
         return [*islice(reversed(self._data), count)][::-1]
 
     def since(self, iteration: int) -> list[Entry]:
-        """The newest pairs (value, iteration), back to the last one before ``iteration``."""
+        """The pairs (value, iteration) after the last one from before ``iteration``."""
         newest_first = []
         for entry in reversed(self._data):
             if entry[1] < iteration:

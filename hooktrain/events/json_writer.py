@@ -19,7 +19,7 @@ from hooktrain.utils.names import is_loss
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-Line = tuple[int, bytes, Row]  # where it ends, its text, what it holds
+Line = tuple[int, bytes, Row]  # its end in the file, its text, its content
 
 _encoder = json.JSONEncoder(sort_keys=True)
 
@@ -34,9 +34,9 @@ _CUT = "Rows of %s after the checkpoint, which this run computes again and compa
 _LOST = "METRICS ARE LOST, if the checkpoint is of a run in this folder: %s has %d of %d bytes"
 _EXACT = "Resumed exactly: %d rows computed again are equal"
 _NOT_EXACT = (
-    "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. That is expected "
+    "Not resumed exactly: %s of iteration %d is %r, and was %r before the resume. This is expected "
     "if the configuration, the number of ranks or the machine has changed, or on an "
-    "accelerator without torch.use_deterministic_algorithms. If nothing has: "
+    "accelerator without torch.use_deterministic_algorithms. Otherwise see "
     "docs/guide/debugging.md"
 )
 
@@ -44,16 +44,16 @@ _NOT_EXACT = (
 class JSONWriter(ScalarWriter):
     """Appends metrics to a file, one JSON object per line, on the main process only.
 
-    A line has the ``iteration`` and the metrics that :meth:`new_scalars` finds for it. Beside
-    medians of losses, ``mean_loss`` is the mean of the total loss, or of the first one, over the
-    same iterations. A metric that is put later gets another line. NaN and infinities are written as
-    the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads the file, and
-    so does ``pandas.read_json(file, lines=True)``.
+    A line has the ``iteration`` and the metrics that :meth:`new_scalars` finds for it. Besides
+    medians of losses it has ``mean_loss``, the mean of the total loss, or of the first loss, over
+    the same iterations. A metric recorded later gets a separate line. NaN and infinities are
+    written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. :func:`load_json_metrics` reads the
+    file, and so does ``pandas.read_json(file, lines=True)``.
 
     A resume proves itself: the lines that :meth:`rewind` cuts are compared, value by value, with
-    those that are computed and written again, and the log has the verdict. A small change of a
-    weight leaves medians as they are, and ``mean_loss`` shows it. Measurements of the machine are
-    not compared: what was put with ``reproducible=False``, and names with a word such as
+    those that are computed and written again, and the verdict is logged. A small change of a
+    weight may leave medians unchanged, but ``mean_loss`` shows it. Measurements of the machine are
+    not compared: metrics recorded with ``reproducible=False``, and names with a word such as
     ``time``, ``seconds``, ``fps`` or ``memory``.
 
     Args:
@@ -63,12 +63,12 @@ class JSONWriter(ScalarWriter):
 
     def __init__(self, json_file: AnyPath, window_size: int = 20) -> None:
         self._path = Path(json_file)
-        self._cut: deque[Row] = deque()  # rows that are not computed again so far
+        self._cut: deque[Row] = deque()  # rows that are not computed again yet
         self._equal = 0  # how many were computed again and are equal
         super().__init__(self._path.name, window_size)
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
-        """Append what is new.
+        """Append the new metrics.
 
         Raises:
             OSError: if the disk is full or fails.
@@ -90,9 +90,9 @@ class JSONWriter(ScalarWriter):
 
     def _append(self, text: bytes) -> int:
         """Append all of the text or nothing, and return the new size of the file."""
-        # There is no buffer, since one would write later what a full disk has refused. The file
-        # is closed after each row, since some file systems send it to the server only then.
-        # The folder is made when it is missing, since making it before each row takes longer.
+        # Unbuffered, since a buffer would later write the data that a full disk has refused. The
+        # file is closed after each row, since some file systems send it to the server only then.
+        # The folder is created if it is missing, since creating it before each row takes longer.
         try:
             file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         except FileNotFoundError:
@@ -111,11 +111,11 @@ class JSONWriter(ScalarWriter):
             return file.tell()
 
     def rewind(self, iteration: int) -> None:
-        """Remove what was written after the storage was saved, or from ``iteration`` on.
+        """Remove the lines written after the storage was saved, and those from ``iteration`` on.
 
-        Incomplete lines are removed too. If a power cut has taken lines that were written before,
-        the log says so. If the file exists, its folder is locked first. From ``iteration`` 1 on
-        the removed lines are kept, to be compared.
+        Incomplete lines are removed too. If a power cut has destroyed earlier lines, the log says
+        so. If the file exists, its folder is locked first. If ``iteration`` is at least 1, the
+        removed lines are kept for the comparison.
 
         Raises:
             RuntimeError: if another run is using the folder.
@@ -150,9 +150,9 @@ class JSONWriter(ScalarWriter):
             logger.error(_LOST, self._path, len(data), size)
 
     def _with_late_row(self, lines: list[Line], size: int, iteration: int) -> int:
-        """The saved size, with the row of the saved iteration if it was written after the save.
+        """The saved size, plus the row of the saved iteration if it was written after the save.
 
-        This happens if a checkpointer comes before the writers.
+        This happens if a checkpointer runs before the writers.
         """
         storage = get_event_storage()
         found = self.new_scalars(storage).get(iteration)
@@ -164,7 +164,7 @@ class JSONWriter(ScalarWriter):
         return size
 
     def run_files(self) -> list[Path]:
-        """The file."""
+        """The metrics file."""
         return [self._path]
 
     def _compare(self, row: Row, storage: EventStorage) -> None:
@@ -199,13 +199,13 @@ def _is_reproducible(name: str, storage: EventStorage) -> bool:
 
 
 def load_json_metrics(path: AnyPath) -> list[Row]:
-    """Read a file of :class:`JSONWriter` into a list with a dict for each line.
+    """Read a file of :class:`JSONWriter` into a list of dicts, one for each line.
 
     NaN and infinities become floats again. Incomplete lines, which a killed run may leave, are left
     out with a warning.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist.
     """
     path = Path(path)
     lines = []

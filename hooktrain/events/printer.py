@@ -15,14 +15,14 @@ class CommonMetricPrinter(ScalarWriter):
     """Logs a line of losses, metrics, times and rates, on the main process only.
 
     It leaves out smoothed metrics with a ``/`` in their names, except losses and names with
-    ``[metric]``. It also leaves out losses that equal the total loss. Results of evaluations have
-    lines of their own.
+    ``[metric]``. It also leaves out losses that equal the total loss. Evaluation results have
+    separate lines.
 
     The remaining time, ``eta_seconds``, is estimated from the time since the run's first line, so
     it includes evaluations and saves.
 
     Args:
-        max_iter: the iteration that the run ends before, if the storage does not know it.
+        max_iter: the iteration at which the run ends, exclusive, if the storage does not know it.
         window_size: how many iterations to smooth over, at least 1.
 
     Attributes:
@@ -58,14 +58,14 @@ class CommonMetricPrinter(ScalarWriter):
             self.logger.info("  ".join(line))
 
     def rewind(self, iteration: int) -> None:
-        """Go on after the last write, with a new clock."""
+        """Continue after the last write, with a new clock."""
         self._first_write = None
         super().rewind(iteration)
 
     def _fields(
         self, storage: EventStorage, metrics: Numbers
     ) -> tuple[list[str], list[str]]:
-        """The texts to show: those of the training, and those of evaluations."""
+        """The texts to show: of training metrics, and of evaluation results."""
         hints = storage.smoothing_hints()
         total = metrics.get("total_loss")
         fields: list[str] = []

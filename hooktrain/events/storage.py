@@ -1,4 +1,4 @@
-"""Where the metrics of a run live."""
+"""Holds the metrics of a run."""
 
 import logging
 from collections import deque
@@ -22,16 +22,16 @@ Scalar = float | np.generic | media.Array  # with one element
 _MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
 _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
 
-# What JSONWriter adds to a row.
+# The fields that JSONWriter adds to a row.
 _COLUMNS = ("iteration", "mean_loss")
-# A result with one of these names gets another one, whether the training has the metric yet or not.
+# A result with one of these names is renamed, even if the training has no such metric yet.
 _RESERVED = (*_COLUMNS, "total_loss", "time", "data_time", "lr")
 
 # In the earliest checkpoints all other metrics that are not smoothed are results of evaluations.
 _NOT_SMOOTHED = ("lr", "eta_seconds", "skipped_updates")
 
 _TWICE = (
-    "%r has two values in one iteration, which are kept as if they were of one kind: let one have "
+    "%r has two values in one iteration, which are kept as values of one metric: give one of them "
     "another name"
 )
 
@@ -45,30 +45,30 @@ def get_event_storage() -> "EventStorage":
     """The storage of the innermost ``with storage:`` block.
 
     Raises:
-        RuntimeError: outside of such a block.
+        RuntimeError: outside such a block.
     """
     entered = _entered.get()
     if not entered:
         raise RuntimeError(
-            "this thread has no EventStorage: call this inside of train() or of "
+            "this thread has no EventStorage: call this inside train() or "
             "'with EventStorage(start_iter):'"
         )
     return entered[-1]
 
 
 def has_event_storage() -> bool:
-    """Whether this is inside of a ``with storage:`` block."""
+    """Whether the caller is inside a ``with storage:`` block."""
     return bool(_entered.get())
 
 
 class EventStorage:
     """The metrics of a run, by name and iteration.
 
-    The metrics of the training and the results of evaluations are kept apart: a result whose name
-    is that of a metric of the training is read and written as ``"eval/<name>"``.
+    Training metrics and evaluation results are kept apart: a result with the name of a training
+    metric is read and written as ``"eval/<name>"``.
 
-    Putting a value never waits for a device. All tensors come to the host in one transfer when
-    a metric is read, or when 4096 values of a metric wait.
+    Recording a value never waits for a device. All tensors move to the host in one transfer when a
+    metric is read, or when 4096 values of a metric are waiting.
 
     Example::
 
@@ -81,11 +81,11 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration.
-        max_iter: the iteration that the run ends before; 0 if it is not known.
-        epoch_length: the iterations of an epoch; None if it is not known.
+        max_iter: the iteration at which the run ends, exclusive; 0 if unknown.
+        epoch_length: the number of iterations per epoch; None if unknown.
         written: the last iteration that the writers of a run have written.
         info: plain values that are saved with the metrics.
-        file_sizes: by name, the size of each file of metrics in bytes.
+        file_sizes: the size of each metrics file in bytes, by name.
     """
 
     max_iter: int = 0
@@ -99,7 +99,7 @@ class EventStorage:
         self._writers: dict[str, object] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
-        self._tensors: list[Tensor] = []  # those on a device, among the pending values
+        self._tensors: list[Tensor] = []  # the pending values that are on a device
         # These are detectron2's names, which its users' writers read.
         self._vis_data: deque[media.Image] = deque(maxlen=_MAX_QUEUED)
         self._histograms: deque[media.Histogram] = deque(maxlen=_MAX_QUEUED)
@@ -115,17 +115,17 @@ class EventStorage:
         """Record a value of a metric.
 
         Args:
-            name: the metric; the current :meth:`name_scope` is put before it.
+            name: the name of the metric; the current :meth:`name_scope` is prepended.
             value: a number, or a tensor with one element, on any device.
-            smoothing_hint: whether writers show medians, as of a noisy loss, or each value, as of
+            smoothing_hint: whether writers show medians, as for a noisy loss, or each value, as for
                 an evaluation. The first call for a metric decides.
-            cur_iter: the iteration of the value; None is the current one.
-            reproducible: False for a measurement of the machine, such as a speed. A resumed run
-                gets another value, which is not compared. The first call for a metric decides.
+            cur_iter: the iteration of the value; None takes the current one.
+            reproducible: False for a measurement of the machine, such as a speed, whose values
+                before and after a resume are not compared. The first call for a metric decides.
 
         Raises:
             TypeError: if ``value`` is not one real number.
-            ValueError: for the name ``"iteration"``.
+            ValueError: if the name is ``"iteration"``.
         """
         if type(value) is not float:
             value = self._read_scalar(name, value)
@@ -141,8 +141,8 @@ class EventStorage:
             if cur_iter == self.written:
                 log_once(
                     logger.info,
-                    "The metric %r is put after the writers, so it comes in a row of its own, a "
-                    "period later: put it earlier, such as in a hook of the phase 'run'",
+                    "The metric %r is recorded after the writers, so it gets a separate row, a "
+                    "period later: record it earlier, for example in a hook of the phase 'run'",
                     name,
                 )
         pending = history.pending
@@ -151,7 +151,7 @@ class EventStorage:
             self._fetch_pending()
 
     def _new_history(self, name: str) -> HistoryBuffer:
-        """Begin a metric of the training. A result that has its name gets another one."""
+        """Begin a training metric. A result of the same name is renamed."""
         if name == "iteration":
             raise ValueError(
                 "no metric can be named 'iteration': rows have a field of that name"
@@ -163,7 +163,7 @@ class EventStorage:
         return history
 
     def _name_result(self, history: HistoryBuffer) -> None:
-        """Give results of evaluations a free name, and tell if it is not their own."""
+        """Give evaluation results a free name, and log it if it is not their own."""
         name = history.result
         while name in self._histories or name in _RESERVED:
             name = f"eval/{name}"
@@ -172,8 +172,8 @@ class EventStorage:
             is_column = history.result in _COLUMNS  # with which it would be mixed up
             logger.log(
                 logging.WARNING if is_column else logging.INFO,
-                "The result %r of the evaluation is recorded as %r, since the training has that "
-                "name",
+                "The evaluation result %r is recorded as %r, since the training has a metric of "
+                "that name",
                 history.result,
                 name,
             )
@@ -190,7 +190,7 @@ class EventStorage:
 
         Args:
             results: the numbers by name.
-            iteration: the one whose weights were evaluated.
+            iteration: the iteration whose weights were evaluated.
         """
         known = self.results()
         for name, value in results.items():
@@ -202,7 +202,7 @@ class EventStorage:
             known[name].update(value, iteration)
 
     def put_image(self, img_name: str, img_tensor: media.Array) -> None:
-        """Queue a copy of an image for the writers. This waits for the device of the image.
+        """Queue a copy of an image for the writers. This waits for the image's device.
 
         The last 64 images are kept until they are written.
 
@@ -212,7 +212,7 @@ class EventStorage:
                 floating point in 0..1.
 
         Raises:
-            ValueError: for another shape.
+            ValueError: if it has another shape.
         """
         name = self._current_prefix + img_name
         image = media.new_image(name, img_tensor, self.iter)
@@ -229,7 +229,8 @@ class EventStorage:
             bins: the number of intervals of equal width, at least 1.
 
         Raises:
-            ValueError: for no elements, for infinity or NaN, or for ``bins`` below 1.
+            ValueError: if there are no elements, if one is infinite or NaN, or if ``bins`` is below
+                1.
         """
         name = self._current_prefix + hist_name
         histogram = media.new_histogram(name, hist_tensor, self.iter, bins)
@@ -245,12 +246,12 @@ class EventStorage:
         return self._histories
 
     def results(self) -> dict[str, HistoryBuffer]:
-        """The values of the results of evaluations, by the names that the evaluations gave."""
+        """The evaluation results, by the names that the evaluations gave them."""
         histories = self._histories.values()
         return {h.result: h for h in histories if h.result}
 
     def latest(self) -> dict[str, Entry]:
-        """By metric, the last value and its iteration."""
+        """The last value and its iteration, by metric."""
         return {name: h.tail(1)[0] for name, h in self.histories().items()}
 
     # These are detectron2's names, which its users' writers read.
@@ -258,7 +259,7 @@ class EventStorage:
     _latest_scalars = property(latest)
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, Entry]:
-        """By metric, the last value, or the median of the last iterations if its hint says so."""
+        """The last value, or the median of the last iterations if the hint says so, by metric."""
         latest = self.latest()
         for name, history in self._histories.items():
             if history.smoothing_hint:
@@ -267,11 +268,11 @@ class EventStorage:
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """How many values of a metric the last ``window_size`` iterations have."""
+        """The number of values of a metric in the last ``window_size`` iterations."""
         return len(self.history(name).recent(window_size))
 
     def smoothing_hints(self) -> dict[str, bool]:
-        """By metric, whether writers should smooth it."""
+        """Whether writers should smooth a metric, by metric."""
         return {name: h.smoothing_hint for name, h in self._histories.items()}
 
     def clear_images(self) -> None:
@@ -286,8 +287,8 @@ class EventStorage:
         """Add a writer to those of this run. A run that enters the storage begins without writers.
 
         Raises:
-            ValueError: if another one has this name, under which each history keeps how much the
-                writer has written.
+            ValueError: if another writer has this name, under which each history keeps how much
+                the writer has written.
         """
         if self._writers.setdefault(name, writer) is not writer:
             raise ValueError(
@@ -296,17 +297,17 @@ class EventStorage:
             )
 
     def step(self) -> None:
-        """Go on to the next iteration."""
+        """Advance to the next iteration."""
         self.iter += 1
 
     @property
     def iteration(self) -> int:
-        """The current iteration, under another name."""
+        """An alias of ``iter``."""
         return self.iter
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Put ``name/`` before the names of metrics inside the block."""
+        """Prepend ``name/`` to the names of metrics inside the block."""
         outer = self._current_prefix
         self._current_prefix = f"{outer}{name.rstrip('/')}/"
         try:
@@ -347,10 +348,10 @@ class EventStorage:
         self.info = dict(state_dict["info"])
 
     def _complete(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Add what the histories of the earliest checkpoints lack.
+        """Add the attributes that histories of the earliest checkpoints lack.
 
         Args:
-            counts: by writer and metric, how many values were written.
+            counts: how many values were written, by writer and metric.
         """
         for name, history in self._histories.items():
             if not history.smoothing_hint and not name.endswith(_NOT_SMOOTHED):
@@ -359,7 +360,7 @@ class EventStorage:
                 history.written[writer] = written.get(name, 0)
 
     def _read_scalar(self, name: str, value: Scalar) -> float | Tensor:
-        """The value as a float; of a tensor on a device, a copy of it."""
+        """The value as a float, or a copy of a tensor on a device."""
         if isinstance(value, Real | np.bool_):
             return float(value)
         if isinstance(value, np.ndarray):
@@ -383,7 +384,7 @@ class EventStorage:
         for name, history in self._histories.items():
             if history.pending:
                 pending = history.pending
-                # The trainer puts these in each iteration.
+                # The trainer records these once per iteration.
                 iterations = pending[-1][1] - pending[0][1] + 1
                 if name in _RESERVED and len(pending) > iterations:
                     log_once(logger.warning, _TWICE, name)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class TensorboardXWriter(ScalarWriter):
     """Writes metrics, images and histograms to an event file, on the main process only.
 
-    Images and histograms are removed from the storage then. The first ``write()`` that has
-    something to write makes the file. When a run resumes, TensorBoard hides the values of earlier
+    Images and histograms are then removed from the storage. The first ``write()`` that has
+    something to write creates the file. When a run resumes, TensorBoard hides the values of earlier
     files from that iteration on. After a kill, values between the last checkpoint and the last
-    write may be there twice.
+    write may appear twice.
 
     Args:
         log_dir: the folder for event files.
@@ -50,12 +50,12 @@ class TensorboardXWriter(ScalarWriter):
         os.makedirs(self._log_dir, exist_ok=True)
         if self._open is None:
             self._open = SummaryWriter(self._log_dir, **self._arguments)
-            # A file that follows a close() belongs to the same run.
+            # A file that is opened after a close() belongs to the same run.
             self._arguments.pop("purge_step", None)
         return self._open
 
     def write(self) -> None:
-        """Append what is new to the event file.
+        """Append the new metrics, images and histograms to the event file.
 
         Raises:
             OSError: if the disk is full or fails. Then the next ``write()`` opens another file.

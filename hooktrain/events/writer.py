@@ -20,27 +20,27 @@ TIMES = ("time", "data_time")
 class EventWriter:
     """Writes metrics of the current storage to a file, a terminal or elsewhere.
 
-    Every rank has its writers. A subclass has to define :meth:`write` only.
+    Every rank has its own writers. A subclass only has to define :meth:`write`.
 
     Attributes:
-        may_fail: whether a run goes on when :meth:`write` or :meth:`close` fails, as is right for
-            a service that may be away for some time.
+        may_fail: whether the run continues if :meth:`write` or :meth:`close` fails, as it should
+            for a service that may be temporarily unavailable.
     """
 
     may_fail = False
 
     def write(self) -> None:
-        """Write what is new in ``get_event_storage()``."""
+        """Write the new values in ``get_event_storage()``."""
         raise NotImplementedError
 
     def rewind(self, iteration: int) -> None:
-        """Forget what was recorded at or after ``iteration``.
+        """Forget the values recorded at or after ``iteration``.
 
-        The run calls it inside of its storage when it starts (at 0) or resumes.
+        Called inside the run's storage when the run starts (at 0) or resumes.
         """
 
     def run_files(self) -> Iterable[AnyPath]:
-        """The paths of the files that go into a store with each checkpoint of the run."""
+        """The paths of the files to upload to a store with each checkpoint of the run."""
         return ()
 
     def close(self) -> None:
@@ -53,11 +53,12 @@ class ScalarWriter(EventWriter):
     A subclass defines :meth:`write_scalars`.
 
     Args:
-        name: such as ``"tensorboard"``. No other writer of a run has it.
-        window_size: how many iterations to smooth over, where a metric's hint says so.
+        name: the name, such as ``"tensorboard"``, which no other writer of the run may have.
+        window_size: how many iterations to smooth over, if a metric's hint says so.
 
     Attributes:
-        name: the name. A resumed run goes on after what the writer of this name has written.
+        name: the name. A resumed run continues after the values that the writer of this name has
+            written.
     """
 
     def __init__(self, name: str, window_size: int) -> None:
@@ -65,7 +66,7 @@ class ScalarWriter(EventWriter):
         self._window_size = window_size
 
     def write(self) -> None:
-        """Write the new values. After an error they are still new."""
+        """Write the new values, which remain new if there is an error."""
         if comm.is_main_process():
             storage = get_event_storage()
             storage.add_writer(self.name, self)
@@ -80,9 +81,9 @@ class ScalarWriter(EventWriter):
     def new_scalars(self, storage: EventStorage) -> Metrics:
         """The new values, by iteration in increasing order, and by name.
 
-        A smoothed metric has one value: the median, or the mean of a time. Of results and other
-        metrics all new values are there. If a metric of the training is put at each iteration, like
-        a learning rate, only its last value is there.
+        A smoothed metric has one value: its median, or for a time its mean. Results and other
+        metrics have all their new values, but a training metric that is recorded in each iteration,
+        like a learning rate, has only the last one.
         """
         found: Metrics = {}
         for name, history in storage.histories().items():
@@ -131,8 +132,8 @@ class FunctionWriter(ScalarWriter):
         FunctionWriter(wandb.log)
         FunctionWriter(mlflow.log_metrics)
 
-    What the function refuses is given to it again, and in order, by the next write. It waits in
-    the storage, and so in each checkpoint, up to 10,000 iterations with values. After a kill the
+    Values that the function refuses are passed to it again, in order, by the next write. They wait
+    in the storage, and so in each checkpoint, up to 10,000 iterations with values. After a kill the
     function gets the values after the last checkpoint twice; docs/guide/trackers.md shows how a
     tracker keeps them once.
 

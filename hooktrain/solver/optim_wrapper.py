@@ -34,11 +34,11 @@ _CLIPPINGS = (
 )
 
 _CLOSURES = (
-    "an optimizer that needs a closure, such as LBFGS or SAM, is called in a run_step of yours: "
+    "an optimizer that needs a closure, such as LBFGS or SAM, must be called in your own run_step: "
     "see docs/guide/step.md"
 )
 
-NOTHING = nullcontext()  # has no state: one serves everywhere
+NOTHING = nullcontext()  # stateless, so one object serves everywhere
 
 _ZERO_GRAD = Optimizer.zero_grad
 
@@ -46,24 +46,24 @@ _ZERO_GRAD = Optimizer.zero_grad
 class OptimWrapper:
     """A torch optimizer with gradient accumulation and clipping.
 
-    :meth:`step` has the order of an update: unscale the gradients, call ``after_backward``, clip
-    the gradients, update the parameters.
+    :meth:`step` defines the order of an update: unscale the gradients, call ``after_backward``,
+    clip the gradients, update the parameters.
 
     Args:
-        optimizer: the optimizer. One with a closure, such as LBFGS, is called in a ``run_step``
-            of yours.
-        accumulative_counts: the number of backward passes that make one update, at least 1. A
-            float is refused, since it may be meant for the clipping.
-        clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the norm of all
-            gradients together, and logs it as ``grad_norm``; ``{"type": "value", "clip_value":
-            0.5}`` clips each element.
+        optimizer: the optimizer. One that needs a closure, such as LBFGS, must be called in your
+            own ``run_step``.
+        accumulative_counts: the number of backward passes per update, at least 1. A float is
+            refused, since it may have been meant for ``clip_grad``.
+        clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the total norm of
+            the gradients, and logs it as ``grad_norm``; ``{"type": "value", "clip_value": 0.5}``
+            clips each element.
 
     Attributes:
-        after_backward: called in each :meth:`step`, when the gradients are unscaled and not
-            yet clipped; or None. Trainers set it, to call their hooks.
+        after_backward: a function that each :meth:`step` calls after unscaling the gradients and
+            before clipping them, or None. Trainers set it to call their hooks.
         inner_count: the number of backward passes so far.
-        prefix: is put before the names of metrics, such as ``"generator."``.
-        skipped_updates: how many updates were skipped because gradients were not finite.
+        prefix: prepended to the names of metrics, such as ``"generator."``.
+        skipped_updates: the number of updates skipped because gradients were not finite.
 
     Raises:
         TypeError: if ``optimizer`` is not an optimizer, ``accumulative_counts`` a float or
@@ -94,10 +94,10 @@ class OptimWrapper:
         self._clipping = None
         if clip_grad is not None:
             self._clipping = call(_clipping, (), clip_grad, _CLIPPINGS)
-        # inner_count when the accumulation began, and at the end of the run; -1 is not known.
+        # inner_count when the accumulation began, and at the end of the run (-1 if unknown).
         self._first_count = 0
         self._max_counts = -1
-        self._model = nn.Module()  # it names no parameters
+        self._model = nn.Module()  # without parameters, so it names none
         self._configured: list[ParamGroup] = []
 
     @property
@@ -111,9 +111,9 @@ class OptimWrapper:
         return [p for group in self.param_groups for p in group["params"]]
 
     def name_parameters(self, model: nn.Module) -> None:
-        """From now on save the states of parameters under their names in this model.
+        """From now on, save the states of parameters under their names in this model.
 
-        The settings of now are noted as those that were configured.
+        The current settings of the groups are remembered as the configured ones.
         """
         self._model = model
         self._configured = [copy.deepcopy(settings_of(g)) for g in self.param_groups]
@@ -126,7 +126,7 @@ class OptimWrapper:
         """Begin a new accumulation. The last one of the run may be shorter.
 
         Args:
-            model: is not used. MMEngine's method has it.
+            model: unused; an argument of MMEngine's method.
             init_counts: the number of backward passes so far.
             max_counts: the number of passes at the end of the run.
         """
@@ -152,7 +152,7 @@ class OptimWrapper:
         return passes % self.accumulative_counts == 0 or count == self._max_counts
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide a loss by the passes of its accumulation, for the gradients of the mean."""
+        """Divide a loss by the number of passes that are accumulated, which gives their mean."""
         size = self.accumulative_counts
         if size == 1:
             return loss
@@ -170,7 +170,7 @@ class OptimWrapper:
         if is_last and self.accumulative_counts == 1:
             return NOTHING
         if hasattr(model, "set_requires_all_reduce"):  # of fully_shard
-            # Each pass leaves a rank with its shard of the gradient. Only replicas wait.
+            # Each pass reduces the gradient to shards. Only the sum over replicas can wait.
             model.set_requires_all_reduce(is_last)
         elif not is_last and hasattr(model, "no_sync"):  # of DistributedDataParallel
             return model.no_sync()  # type: ignore[no-any-return]
@@ -208,7 +208,7 @@ class OptimWrapper:
             kwargs: the arguments of the optimizer's ``step``.
 
         Returns:
-            False if a scaler has skipped the update because gradients overflowed.
+            False if a scaler skipped the update because gradients overflowed.
         """
         self.unscale_gradients()
         if self.after_backward is not None:
@@ -221,7 +221,7 @@ class OptimWrapper:
             raise
 
     def unscale_gradients(self) -> None:
-        """Divide the gradients by the factor that a scaler has multiplied the loss with."""
+        """Divide the gradients by the factor by which a scaler has multiplied the loss."""
 
     def _apply(self, **kwargs: Any) -> bool:
         self.optimizer.step(**kwargs)
@@ -239,7 +239,7 @@ class OptimWrapper:
         if kind == "value":
             nn.utils.clip_grad_value_(parameters, limit)
             return
-        # As in clip_grad_norm_, but ranks that hold shards exchange one number only.
+        # As in clip_grad_norm_, but ranks that hold shards exchange only one number.
         norm = full_tensor(nn.utils.get_total_norm(gradients, norm_type))
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self._put_scalar("grad_norm", norm)
@@ -247,8 +247,8 @@ class OptimWrapper:
     def zero_grad(self, **kwargs: Any) -> None:
         """Free the gradients; see :meth:`torch.optim.Optimizer.zero_grad`.
 
-        torch's own method is called with arguments only: around setting gradients to None, which
-        is done here, it takes as long as the hooks of a step. An optimizer's own is always called.
+        Without arguments this sets them to None itself, since everything else in torch's own method
+        takes as long as the hooks of a step. An optimizer's override is always called.
         """
         method = getattr(self.optimizer.zero_grad, "__func__", None)
         if kwargs or method is not _ZERO_GRAD:
@@ -259,7 +259,11 @@ class OptimWrapper:
                 parameter.grad = None
 
     def count_skipped_update(self, skipped: Any = 1) -> None:
-        """Count and log a skipped update, or what a tensor on a device says: 1 if it is one."""
+        """Count and log a skipped update.
+
+        Args:
+            skipped: 1 if the update was skipped, else 0; it may be a tensor on a device.
+        """
         self.skipped_updates = self.skipped_updates + skipped
         self._put_scalar("skipped_updates", self.skipped_updates, smooth=False)
 
@@ -273,8 +277,8 @@ class OptimWrapper:
         """The optimizer's state by the names of parameters, and the counters. No gradients."""
         if not self.should_update():
             logger.warning(
-                "Saved without the gradients that are being accumulated, so a resumed run differs: "
-                "let the period of saves be a multiple of the accumulation"
+                "Saved inside a gradient accumulation, whose gradients are not saved, so a resumed "
+                "run will differ: make the period of saves a multiple of the accumulation"
             )
         state = optimizer_state_dict(self.optimizer, parameter_names(self._model))
         state["configured"] = self._configured
@@ -298,13 +302,13 @@ class OptimWrapper:
 
 
 def weights_over_mean(weights: Iterable[Any]) -> list[float]:
-    """The weights of this rank's passes over the mean weight of all passes. A collective.
+    """The weights of this rank's passes, divided by the mean weight of all passes. A collective.
 
-    Losses that are multiplied by them have weighted means as their plain means over the passes
-    and the ranks. If all weights are 0, so are the results, and a warning says so, once a run.
+    The plain mean of losses multiplied by them, over passes and ranks, is the weighted mean. If
+    all weights are 0, so are the results, and a warning says so, once a run.
 
     Args:
-        weights: numbers, or tensors with one element; as many on each rank.
+        weights: numbers, or tensors with one element; the same number of them on each rank.
 
     Raises:
         ValueError: for a weight that is negative or not finite.
@@ -314,7 +318,7 @@ def weights_over_mean(weights: Iterable[Any]) -> list[float]:
     if total == 0:
         log_once(
             logger.warning,
-            "weight(data) of the trainer is 0 for all batches of an iteration, so nothing is "
+            "The trainer's weight(data) is 0 for all batches of an iteration, so nothing is "
             "learned from them",
         )
     mean = total / (len(own) * comm.get_world_size()) or 1.0
@@ -327,7 +331,7 @@ def _weight(weight: Any) -> float:
         if 0 <= number < math.inf:
             return number
     raise ValueError(
-        "weight(data) of the trainer must return a finite number of at least 0, or a tensor with "
+        "the trainer's weight(data) must return a finite number of at least 0, or a tensor with "
         f"one element, not {weight!r:.300}"
     )
 

@@ -325,7 +325,7 @@ def write_wrongly(folder: Path) -> list[str]:
 def test_each_rank_reads_its_own_shard_again_and_no_other(tmp_path: Path) -> None:
     main, other = run_ranks(write_wrongly, 2, tmp_path)
     assert main[0] == other[0]
-    assert "wrong/__1_0.distcp is not as it was written" in main[0]
+    assert "wrong/__1_0.distcp does not have the bytes written to it" in main[0]
     assert other[1:] == ["__1_0.distcp"]
     assert main.count("__0_0.distcp") == 1
     assert "__1_0.distcp" not in main

@@ -87,7 +87,7 @@ def load_from_own_disks(folder: Path) -> list[Any]:
 def test_machines_with_own_disks_need_equal_files(tmp_path: Path) -> None:
     same, others, mine = run_ranks(load_from_own_disks, 2, tmp_path)[0]
     assert same == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert others == "CorruptCheckpointError: the ranks see different files as others"
+    assert others == "CorruptCheckpointError: the ranks see different files at others"
     assert mine.startswith("FileNotFoundError")
     assert "'mine'" in mine
 

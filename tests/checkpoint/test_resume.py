@@ -112,7 +112,7 @@ def test_a_pointer_to_what_is_not_there_is_told(
 ) -> None:
     (folder / "last_checkpoint").write_text("/elsewhere/model_0000039.pth")
     assert resumed(folder) == 29
-    assert "'model_0000039.pth', not a checkpoint of" in caplog.text
+    assert "'model_0000039.pth', which is not in" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "foreign", "no model"])

@@ -281,7 +281,7 @@ def test_a_file_beside_a_checkpoint_that_is_not_intact_is_left_out(
     assert not (tmp_path / "b" / "metrics.json").exists()
     assert (tmp_path / "b" / "val" / "metrics.json").exists()
     assert caplog.text.count("LEFT OUT, since it is not intact") == 3
-    assert "-metrics.json'} is missing or cut" in caplog.text
+    assert "-metrics.json'} is missing or truncated" in caplog.text
 
 
 def test_the_newest_that_is_intact_counts_wherever_it_is(
@@ -596,7 +596,7 @@ def test_a_run_does_not_wait_for_an_upload_and_has_one_at_a_time(
     for iteration in (9, 19, 29):
         offer(first, iteration)
         assert threading.active_count() == before + 1
-    assert "still on its way" in caplog.text
+    assert "previous upload is still running" in caplog.text
     refusing.go.set()
     first.finish()
     assert resumed(tmp_path / "b", memory) == 29
@@ -851,7 +851,7 @@ def test_a_failed_run_waits_for_an_upload_but_not_for_ever(
     offer(first, 9)
     monkeypatch.setattr("hooktrain.checkpoint.checkpointer._UPLOAD_SECONDS", 0.01)
     first.give_up()
-    assert "given up" in caplog.text
+    assert "Giving up the checkpoint" in caplog.text
     refusing.go.set()
     first.finish()
 
@@ -1038,7 +1038,9 @@ def put_late(folder: Path, address: str) -> list[str]:
     checkpointer.begin_run(is_new=True)
     store_module.pointed_iteration = late
     checkpointer.save("model_0000009", iteration=9)
-    checkpointer.save("model_0000019", iteration=19)  # one is still on its way
+    checkpointer.save(
+        "model_0000019", iteration=19
+    )  # one is previous upload is still running
     saved.touch()
     checkpointer.give_up()  # it waits for the upload
     comm.on_all_ranks(checkpointer.finish)

@@ -319,9 +319,9 @@ def test_an_epoch_may_be_one_batch_which_is_full_whatever_drop_last_is(
 def test_what_makes_batches_another_way_is_refused_with_the_way_to_go() -> None:
     data: Any = range(8)
     batches: Any = BatchSampler(SequentialSampler(data), 2, drop_last=True)
-    with pytest.raises(TypeError, match=r"one by one.*BatchSampler"):
+    with pytest.raises(TypeError, match=r"single indices.*BatchSampler"):
         build_train_loader(data, total_batch_size=2, sampler=batches)
-    with pytest.raises(TypeError, match=r"one by one.*\[\[0, 1\]\]"):
+    with pytest.raises(TypeError, match=r"single indices.*\[\[0, 1\]\]"):
         build_train_loader(data, total_batch_size=2, batch_sampler=[[0, 1]])
     with pytest.raises(ValueError, match=r"seed=5.*6"):
         make(sampler=TrainingSampler(10, seed=6))

@@ -218,7 +218,9 @@ def test_a_process_that_has_joined_none_of_the_others_is_told_so_at_the_start(
         monkeypatch.setenv(name, value)
     model = LinearLoss()
     SimpleTrainer(model, batches(1), sgd(model)).train(max_iter=1)
-    told = [r.message for r in caplog.records if "has joined none" in r.message]
+    told = [
+        r.message for r in caplog.records if "has not joined the others" in r.message
+    ]
     assert len(told) == int(processes) - 1
     assert all("2 processes" in each and "launch(main)" in each for each in told)
 
@@ -387,7 +389,7 @@ def test_a_method_that_leaves_nothing_out_is_not_told(
         (ForgetsConstructor, "ForgetsConstructor.__init__"),
         (
             OfLightning,
-            "OfLightning.training_step is not an event, so only code of yours",
+            "OfLightning.training_step is not an event, so only your own code",
         ),
         (StepsLikeLightning, "on_before_optimizer_step is not an event"),
     ],

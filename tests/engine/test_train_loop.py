@@ -254,9 +254,9 @@ def test_a_hook_that_is_registered_during_a_run_begins_at_once() -> None:
 
 def test_a_hook_is_for_one_trainer_and_for_one_place() -> None:
     first, second, hook = Trainer(), Trainer(), HookBase()
-    with pytest.raises(ValueError, match="has a trainer already"):
+    with pytest.raises(ValueError, match="already has a trainer"):
         first.register_hooks([hook, hook])
-    with pytest.raises(ValueError, match="has a trainer already"):
+    with pytest.raises(ValueError, match="already has a trainer"):
         second.register_hooks([hook])
     assert (first.hooks, second.hooks) == ((hook,), ())
 
@@ -697,7 +697,7 @@ def test_the_state_of_a_trainer_is_not_loaded_in_a_run() -> None:
         [CallbackHook(after_step=lambda t: t.load_state_dict(state))]
     )
     with pytest.raises(
-        RuntimeError, match="the state of the trainer cannot be set in a run"
+        RuntimeError, match="the state of the trainer cannot be set during a run"
     ):
         trainer.train(0, 9)
     assert (trainer.iter, trainer.done) == (0, 1)

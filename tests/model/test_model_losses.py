@@ -43,7 +43,7 @@ def test_what_has_a_gradient_is_trained_and_the_rest_is_recorded(
 def test_a_sum_beside_its_parts_is_refused_with_both_ways_on(name: str) -> None:
     output = {"loss_cls": ONE, name: TWO, "loss_box": ONE}
     for _ in range(2):  # not only the first time
-        with pytest.raises(ValueError, match=f"'{name}'.*detach.*name of its own"):
+        with pytest.raises(ValueError, match=f"'{name}'.*detach.*another name"):
             parse_losses(output)
     output = {key: value.detach() for key, value in output.items()}
     loss, _ = parse_losses({**output, name: TWO})
@@ -87,7 +87,7 @@ def test_the_names_of_what_is_added_up_are_logged_once(
         parse_losses({"ce": ONE, "confidence": TWO, "acc": HALF})
         parse_losses({"loss": ONE, "loss_aux": HALF})
         parse_losses({"loss": ONE})
-    text = "The loss is the sum of %s; without a gradient, so only recorded: %s"
+    text = "The loss is the sum of %s; only recorded, since they have no gradient: %s"
     summed = [(["ce", "confidence"], ["acc"]), (["loss"], ["loss_aux"])]
     assert caplog.messages == [text % names for names in summed]
 
@@ -95,7 +95,7 @@ def test_the_names_of_what_is_added_up_are_logged_once(
 def test_what_is_no_loss_is_told_by_its_types_and_shapes() -> None:
     logits = torch.zeros(8, 3)
     with pytest.raises(
-        TypeError, match=r"nothing else, not .*float32.*Size\(\[8, 3\]\)"
+        TypeError, match=r"with one element, not .*float32.*Size\(\[8, 3\]\)"
     ):
         parse_losses((ONE, logits))
     with pytest.raises(TypeError, match=r"'logits': .*Size\(\[8, 3\]\)"):

@@ -218,7 +218,7 @@ def test_a_resumed_run_begins_a_new_accumulation(
         old.update_params(model(batch))
     new = wrap(model, accumulative_counts=3)
     new.load_state_dict(old.state_dict())
-    warned = "being accumulated" in caplog.text
+    warned = "Saved inside a gradient accumulation" in caplog.text
     assert warned == (passes % count > 0)
     assert new.inner_count == passes
     updated = [new.update_params(model(batch)) for batch in batches(6)]

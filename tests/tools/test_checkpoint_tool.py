@@ -324,7 +324,7 @@ def test_a_crafted_folder_of_an_earlier_revision_is_not_converted(
     shutil.copy(folder / "__0_0.distcp", folder / "lost")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     assert tool("upgrade", folder) == 1
-    assert capsys.readouterr().err.startswith(f"error: {folder} is no intact")
+    assert capsys.readouterr().err.startswith(f"error: {folder} is not an intact")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 

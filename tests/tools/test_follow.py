@@ -221,7 +221,7 @@ def test_when_patience_is_over_the_run_stops_in_order(
     assert end(training) == 0
     reason = "classification/accuracy has not improved in 2 evaluations"
     assert f"{reason}: asking the run to stop, by {folder}/stop" in printed
-    assert f"{folder}/stop is there. {reason}" in (folder / "log.txt").read_text()
+    assert f"{folder}/stop exists. {reason}" in (folder / "log.txt").read_text()
     stopped = read_checkpoint(str(folder / "model_final.pth"))["iteration"]
     found = rows(folder / "eval" / "metrics.json")
     assert [row["iteration"] for row in found][-1] == stopped
@@ -370,7 +370,7 @@ def test_a_broken_checkpoint_is_named_and_a_final_one_is_an_error(
     assert rows(run / "eval" / "metrics.json") == results(run)[1:]
     printed = capsys.readouterr().out
     assert printed.count("NOT EVALUATED, since it is broken: ") == 1
-    assert "model_0000003.pth is no intact checkpoint" in printed
+    assert "model_0000003.pth is not an intact checkpoint" in printed
     shutil.rmtree(run / "eval")
     (run / "model_final.pth").write_bytes(b"PK")
     with pytest.raises(CorruptCheckpointError, match=r"model_final\.pth"):

@@ -1,4 +1,4 @@
-"""Averages the weights, and measures exact statistics of batch norm."""
+"""Averages the weights, and measures exact batch-norm statistics."""
 
 import logging
 from collections.abc import Iterable
@@ -22,26 +22,26 @@ logger = logging.getLogger(__name__)
 class EMA(HookBase):
     """Updates an average of the model's weights after each iteration.
 
-    The average starts from the weights that training starts from, and is saved as the state of
-    this hook. The model itself keeps the raw weights, also in checkpoints. To evaluate or export
+    The average starts from the weights at the start of training, and is saved as the state of
+    this hook. The model itself keeps the raw weights, in checkpoints too. To evaluate or export
     the average::
 
         ema = hooks.EMA(model)
         with ema.swap():
             evaluate(model)
 
-    With another average, here stochastic weight averaging at the end of a run::
+    To use another average, here stochastic weight averaging at the end of a run::
 
         hooks.EMA(model, average=StochasticWeightAverage(model, interval=50), begin_iter=1000)
 
     Args:
         model: the model, which may be wrapped, as by DDP.
         decay: the fraction of the average that an update keeps, in [0, 1).
-        warmup: whether the decay grows from small values, so that the average soon forgets the
-            random start.
+        warmup: whether the decay starts small and grows, so that the average soon forgets the
+            random initial weights.
         average: another average, in place of one with ``decay`` and ``warmup``.
-        begin_iter: the number of iterations after which the first update is made. Before it, the
-            average is a copy of the weights. 0 and 1 are the same.
+        begin_iter: the number of iterations after which the average is first updated. Until then
+            it is a copy of the weights. 0 and 1 are the same.
 
     Attributes:
         average: the :class:`hooktrain.model.BaseAveragedModel`; ``average.module`` is the
@@ -74,14 +74,14 @@ class EMA(HookBase):
         _refuse_another(self, self._model)
         if not self.average.steps:  # host-device synchronisation, once a run
             self.average.reset(self._model)
-        # Updates after a warm-up, or of an equal average, soon forget the first weights.
+        # A warm-up, or an average with equal weights, soon forgets the initial weights.
         average: Any = self.average
         weight = 1.0 if getattr(average, "warmup", True) else average.momentum
         updates = (self.trainer.max_iter - self.begin_iter) / average.interval
         if weight * updates < 0.7:
             logger.warning(
-                "The run ends before the average has left its first weights: lower the decay or "
-                "begin_iter=%d, or give warmup=True",
+                "The run ends before the average has forgotten the initial weights: lower the "
+                "decay or begin_iter=%d, or give warmup=True",
                 self.begin_iter,
             )
 
@@ -93,11 +93,11 @@ class EMA(HookBase):
             self.average.update_parameters(self._model)
 
     def swap(self) -> AbstractContextManager[None]:
-        """Give the model the averaged weights inside a context, and then its raw ones back."""
+        """A context in which the model has the averaged weights; then its raw ones return."""
         if not (self.average.steps or self.trainer):
             logger.warning(
-                "No trainer updates this average, which has the first weights: register the hook, "
-                "or load the average"
+                "No trainer updates this average, which still has the initial weights: register "
+                "the hook, or load the average"
             )
         return self.average.swap(self._model)
 
@@ -110,29 +110,28 @@ class EMA(HookBase):
         load_model_state(self.average, state_dict, strict=True, check_only=True)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load a state of :meth:`state_dict`; a sharded model takes whole tensors too."""
+        """Load what :meth:`state_dict` returned; a sharded model also accepts whole tensors."""
         load_model_state(self.average, state_dict, strict=True)
 
 
 class PreciseBN(HookBase):
-    """Replaces the running statistics of batch norm by exact ones of the current weights.
+    """Replaces the running statistics of batch norm by exact ones for the current weights.
 
-    See :func:`hooktrain.model.update_bn_stats`. It matters after few iterations, when the
+    See :func:`hooktrain.model.update_bn_stats`. This matters after few iterations, when the
     initial statistics, a mean of 0 and a variance of 1, still have the weight
     ``(1 - momentum) ** iterations``.
 
     Args:
-        period: the period in iterations, or like ``"1 epoch"``; 0 measures at the last iteration
-            only.
-        model: the model, of which the BatchNorm layers in training mode are measured, if it has
-            any. None takes the trainer's, for configurations.
+        period: in iterations, or like ``"1 epoch"``; 0 measures in the last iteration only.
+        model: the model, whose BatchNorm layers in training mode, if any, are measured. None takes
+            the trainer's model, which suits configurations.
         data_loader: the batches to measure on. A finite loader starts again when it is exhausted.
             The trainer's own loader is refused if it saves its position.
         num_iter: the number of batches to measure on.
 
     Raises:
-        ValueError: when training starts, if ``model`` is not the trainer's, or the trainer's own
-            loader would lose its position.
+        ValueError: when training starts, if ``model`` is not the trainer's, or if ``data_loader``
+            is the trainer's and saves its position.
     """
 
     needs_every_rank = True
@@ -162,7 +161,7 @@ class PreciseBN(HookBase):
             )
 
     def after_step(self) -> None:
-        """Measure if a period ends, and at the last iteration."""
+        """Measure if a period ends, and in the last iteration."""
         if self._period.is_due_or_last(self.trainer):
             self.update_stats()
 
@@ -182,7 +181,7 @@ class PreciseBN(HookBase):
         self._batches.check_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load a state of :meth:`state_dict`."""
+        """Load what :meth:`state_dict` returned."""
         self._batches.load_state_dict(state_dict)
 
 

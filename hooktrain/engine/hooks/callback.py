@@ -10,7 +10,7 @@ Callback = Callable[..., object] | None
 
 
 class CallbackHook(HookBase):
-    """Calls functions at the events, which :class:`HookBase` describes.
+    """Calls functions at the events of :class:`HookBase`.
 
     Args:
         before_train: called with the trainer before the first iteration.
@@ -19,7 +19,7 @@ class CallbackHook(HookBase):
         after_backward: called with the trainer before each update.
         after_step: called with the trainer after each iteration.
         after_evaluation: called with the trainer and the results after each evaluation.
-        phase: the place among the hooks.
+        phase: the phase of this hook.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Saves checkpoints every so often."""
+"""Saves checkpoints periodically."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_saver(checkpointer: Any, file_prefix: str) -> None:
-    """Refuse what is no Checkpointer, such as a path, and an impossible name of a file."""
+    """Refuse anything but a Checkpointer, such as a path, and an impossible file name."""
     if not isinstance(checkpointer, Checkpointer):
         raise TypeError(
             f"checkpointer must be a Checkpointer, but got {checkpointer!r}"
@@ -31,27 +31,28 @@ class PeriodicCheckpointer(HookBase):
     """Saves at the end of each period, and at the end of the run.
 
     The last iteration is saved as ``{file_prefix}_final.pth``, others as
-    ``{file_prefix}_0000099.pth``; folders of shards are named so, without ``.pth``. Old ones are
-    deleted when a newer one is there and was verified: in the background, if it is saved there.
+    ``{file_prefix}_0000099.pth``; folders of shards have these names without ``.pth``. Old
+    checkpoints are deleted once a newer one is saved and verified, in the background if it is
+    saved there.
 
-    If the disk is full, that is logged as an error, the older files stay, and the next period
-    tries again; only the last save of the run raises. When that one returns, it is on the disk,
-    also if the checkpointer saves in the background.
+    A full disk is logged as an error; the older files stay, and the next period tries again. Only
+    the last save of the run raises it. When the last save returns, the checkpoint is on the disk,
+    even if the checkpointer saves in the background.
 
-    Gradients are not saved: if a model's own step accumulates over several iterations, let the
-    period be a multiple of their number.
+    Gradients are not saved: if a model's own step accumulates over several iterations, make the
+    period a multiple of their number.
 
     Args:
         checkpointer: the Checkpointer to save with.
         period: in iterations, at least 1; or like ``"1 epoch"`` or ``"10 minutes"``.
-        max_to_keep: how many numbered ones to keep, at least 1; None keeps all. The count is that
-            of files and folders in ``save_dir``, also after a resume; the final one and others
-            without a number are neither counted nor deleted.
-        file_prefix: of the file names.
+        max_to_keep: how many numbered checkpoints to keep, at least 1; None keeps all. All files
+            and folders in ``save_dir`` count, including those from before a resume. The final
+            checkpoint and others without a number are neither counted nor deleted.
+        file_prefix: the prefix of the file names.
 
     Raises:
-        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or no whole number, or for an
-            impossible ``file_prefix``.
+        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or not a whole number, or if
+            ``file_prefix`` is not a possible file name.
     """
 
     phase = "save"
@@ -72,13 +73,13 @@ class PeriodicCheckpointer(HookBase):
         self.checkpointer = checkpointer
         self.period = Period(period)
         self.max_iter: int | None = None
-        self._is_untried = True  # whether no state after an update was checked
+        self._is_untried = True  # until a state after an update was checked
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
-        self.needs_every_rank = checkpointer.sharded  # each writes its shards
+        self.needs_every_rank = checkpointer.sharded  # each rank writes its shards
 
     def before_train(self) -> None:
-        """Learn where the run ends; warn of what would not be saved."""
+        """Remember where the run ends; warn about state that would not be saved."""
         self.max_iter = self.trainer.max_iter
         trainer = self.trainer  # a weak proxy
         self.checkpointer.run_files = lambda: [
@@ -98,14 +99,14 @@ class PeriodicCheckpointer(HookBase):
 
     def _begin(self, *, is_new: bool) -> None:
         self.checkpointer.begin_run(is_new=is_new)
-        # A resume was not refused, so the configuration of default_setup is that of the run now.
+        # No resume was refused, so the configuration of default_setup is now the run's.
         publish(self.checkpointer.save_dir, "config.json")
 
     def after_step(self) -> None:
-        """Call :meth:`step`; see after the first update whether all states can be saved."""
+        """Call :meth:`step`; after the first update, check that all states can be saved."""
         if self._is_untried and self.trainer.can_save:
             self._is_untried = False
-            # An optimizer has a state now. Host-device synchronisation.
+            # The optimizer has a state by now. Host-device synchronisation.
             self.checkpointer.check_states()
         self.step(self.trainer.iter)
 
@@ -113,16 +114,16 @@ class PeriodicCheckpointer(HookBase):
         """Save if the iteration ends a period or the run.
 
         Args:
-            iteration: the one just finished, from 0; saved as ``"iteration"``.
-            extra: more entries of the file, of tensors and plain types.
+            iteration: the iteration just finished, from 0; saved as ``"iteration"``.
+            extra: further entries of the file, of tensors and plain types.
 
         Raises:
-            OSError: if the disk is full at the last save, or fails otherwise at any.
+            OSError: if the disk is full at the last save, or fails in another way at any save.
             RuntimeError: if the hook is not registered with a trainer.
         """
         if self.trainer is None:
             raise RuntimeError(
-                "PeriodicCheckpointer is registered with no trainer: a loop of your own calls "
+                "PeriodicCheckpointer is not registered with a trainer: a loop of your own calls "
                 "checkpointer.save(name, iteration=iteration)"
             )
         if self.period.is_due_or_last(self.trainer):
@@ -133,7 +134,7 @@ class PeriodicCheckpointer(HookBase):
         return self.max_iter is not None and iteration >= self.max_iter - 1
 
     def after_train(self) -> None:
-        """Save the final checkpoint of a run that was stopped early; wait for the disk."""
+        """Save the final checkpoint of a run that was stopped early; wait until all is on disk."""
         trainer = self.trainer
         if not trainer.succeeded:
             self.checkpointer.give_up()
@@ -163,10 +164,10 @@ class PeriodicCheckpointer(HookBase):
         self.save_numbered(iteration, on_full=self._log_disk_full, **extra)
 
     def save_numbered(self, iteration: int, **options: Any) -> None:
-        """Save ``{file_prefix}_{iteration}`` and delete what is too old, due or not.
+        """Save ``{file_prefix}_{iteration}``, due or not, and delete checkpoints that are too old.
 
         Args:
-            iteration: the one just finished, from 0.
+            iteration: the iteration just finished, from 0.
             options: further arguments of ``checkpointer.save``.
         """
         self.checkpointer.save(

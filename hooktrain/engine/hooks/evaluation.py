@@ -33,7 +33,7 @@ from hooktrain.utils.periods import Period, PeriodLike
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 5.0
-# The ends of the names of metrics, in lower case, for which a mode is a mistake.
+# By mode, the names of metrics (in lower case) for which it is a mistake.
 _MISTAKEN = {
     "min": r"\b([a-z0-9]+_)*(acc|accuracy|auc|f1|miou|m?ap\d*)$",
     "max": r"^(?!.*neg).*\b([a-z0-9]+_)*(loss|error|mae|mse|rmse)$",
@@ -43,33 +43,33 @@ _MISTAKEN = {
 class EvalHook(HookBase):
     """Calls a function every ``eval_period`` iterations and at the end of a complete run.
 
-    Meanwhile the trainer's model is in evaluation mode. Afterwards each of its layers is in its
-    former mode again, whatever the function has called.
+    During the call the trainer's model is in evaluation mode. Afterwards each of its layers is in
+    its previous mode again, whatever the function has called.
 
     Each call is seeded by the seed, the iteration and the rank. Its results go to
     ``trainer.after_evaluation``, which records them and calls the hooks. The same weights are
-    evaluated once: a run that is stopped right after an evaluation is not evaluated again, nor is
-    a complete run that is started again.
+    evaluated only once: a run that is stopped right after an evaluation is not evaluated again,
+    nor is a complete run that is started again.
 
-    An error of the function ends the run after the other hooks have seen the iteration, so that
-    what was trained is saved if a save is due. A rank that fails among several waits some
-    seconds for the others. If they do not come, they may be waiting for it inside of the function,
-    and it ends the run at once.
+    An error in the function ends the run after the other hooks have seen the iteration, so that a
+    checkpoint that is due is still saved. If it fails on some ranks only, these wait a few seconds
+    for the others. If the others do not arrive, they may be waiting inside the function, and the
+    failed ranks end the run at once.
 
     Args:
-        eval_period: in iterations, or like ``"1 epoch"`` or ``"1 hour"``; 0 evaluates at the end
-            only.
+        eval_period: in iterations, or like ``"1 epoch"`` or ``"1 hour"``; 0 evaluates only at the
+            end.
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
-            Other values in it, such as torchmetrics' list of classes, are named in the log and
-            left out.
+            Other values in it, such as torchmetrics' list of classes, are left out and named in
+            the log.
         eval_after_train: whether to evaluate at the end: in the last iteration, or after it if
             the run was stopped early.
 
     Attributes:
-        last_results: what the function returned last on this rank.
+        last_results: the results that the function last returned on this rank.
 
     Raises:
-        TypeError: if ``eval_function`` cannot be called, or returns something else.
+        TypeError: if ``eval_function`` is not callable, or does not return such a dict.
     """
 
     needs_every_rank = True
@@ -83,7 +83,7 @@ class EvalHook(HookBase):
     ) -> None:
         if not callable(eval_function):
             raise TypeError(
-                f"eval_function, after the period, must be callable: {eval_function!r}"
+                f"eval_function (the second argument) must be callable: {eval_function!r}"
             )
         self._period = Period(eval_period)
         self._func = eval_function
@@ -93,17 +93,17 @@ class EvalHook(HookBase):
     def before_train(self) -> None:
         """Log the period; find the results of a complete run that is started again."""
         logger.info(
-            "eval_period=%r (a number is one of iterations, 0 is never); also at the end: %s",
+            "eval_period=%r (a number counts iterations, 0 is never); also at the end: %s",
             self._period.every,
             self._eval_after_train,
         )
         self.last_results = self._last().get("results", {})
 
     def _last(self) -> Results:
-        """How many iterations were done at the last evaluation, and its results on all ranks."""
+        """The last evaluation: ``done``, the number of finished iterations, and ``results``."""
         named = named_hooks(self.trainer.hooks)
         name = next(name for name in named if named[name] is self)
-        info: Any = self.trainer.storage.info  # checkpoints have it
+        info: Any = self.trainer.storage.info  # saved in checkpoints
         return info.setdefault(f"evaluation by {name}", {})  # type: ignore[no-any-return]
 
     def after_step(self) -> None:
@@ -135,8 +135,8 @@ class EvalHook(HookBase):
                 )
                 outcome.set_exception(error)
                 patience = _PATIENCE_SECONDS
-            # Ranks need very different times to evaluate. They wait for each other here, so that a
-            # stack of a rank that waits shows what it is waiting for.
+            # Ranks may take very different times to evaluate. They wait for each other here, so
+            # that the stack of a waiting rank shows what it is waiting for.
             if not _wait_for_all_ranks(patience):
                 outcome.result()
         try:
@@ -144,7 +144,7 @@ class EvalHook(HookBase):
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        # Times differ on each rank; metrics of one model do not. A NaN is no other value.
+        # Times differ between ranks; metrics of one model do not. By repr, NaN equals NaN.
         if any(
             repr(other.get(name, value)) != repr(value)
             for name, value in results.items()
@@ -153,8 +153,8 @@ class EvalHook(HookBase):
         ):
             log_once(
                 logger.warning,
-                "The results of the ranks differ, and those of the main process are taken: an "
-                "evaluator gathers what all ranks have, such as by comm.all_gather()",
+                "The ranks returned different results, and those of the main process are taken: an "
+                "evaluator must gather from all ranks, for example by comm.all_gather()",
             )
         self._last().update(done=self.trainer.done, results=results)
         self.trainer.after_evaluation(results)
@@ -171,46 +171,46 @@ class EvalHook(HookBase):
         if is_lost and comm.is_main_process():
             log_once(
                 logger.warning,
-                "eval_function returned no results, but evaluators gave some: is a `return "
+                "eval_function returned no results, but its evaluators did: is a `return "
                 "inference_on_dataset(...)` missing?",
             )
         return numbers
 
 
 def _wait_for_all_ranks(seconds: float | None) -> bool:
-    """Wait until all ranks are here, for so many seconds at most. Collective.
+    """Wait until all ranks arrive here. Collective.
 
     Args:
-        seconds: None waits as long as the process group does.
+        seconds: how long to wait at most; None waits until the timeout of the process group.
 
     Returns:
-        Whether all ranks came in time.
+        Whether all ranks arrived in time.
     """
     if comm.get_world_size() == 1:
         return True
     group = comm.object_group()
-    # A limit given to monitored_barrier would hold on the main process only.
+    # A timeout given to monitored_barrier would apply to the main process only.
     worker = BackgroundWorker("meeting")
     worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
     return worker.wait(seconds)
 
 
 def check_mode(mode: str | None, metric: str) -> str:
-    """The mode itself, if it says whether more or less of a metric is better.
-
-    A warning tells if the name of the metric says otherwise.
+    """Return a mode after checking it; warn if the name of the metric suggests the other one.
 
     Raises:
-        ValueError: for anything but ``"max"`` and ``"min"``.
+        ValueError: if it is not ``"max"`` or ``"min"``.
     """
     if mode not in _MISTAKEN:
         raise ValueError(
-            f"mode must say whether more or less of {metric!r} is better: give 'max' or "
-            f"'min' (train.best_mode in a configuration), not {mode!r}"
+            f"mode for {metric!r} must be 'max' or 'min' (train.best_mode in a configuration), "
+            f"not {mode!r}"
         )
     if re.search(_MISTAKEN[mode], metric.lower()):
         logger.warning(
-            "mode=%r takes the worst %r for the best: give the other", mode, metric
+            "mode=%r would take the worst %r for the best: use the other mode",
+            mode,
+            metric,
         )
     return mode
 
@@ -226,10 +226,10 @@ def is_better(
 
 
 def tell_without_evaluation(hook: HookBase, metric: str) -> None:
-    """Log that a hook of the user has to evaluate, if there is no ``EvalHook``."""
+    """Log that a hook of the user must give the metric, if there is no ``EvalHook``."""
     if not any(isinstance(each, EvalHook) for each in hook.trainer.hooks):
         logger.info(
-            "%s waits for trainer.after_evaluation({%r: ...}), which a hook of yours has to call: "
+            "%s waits for trainer.after_evaluation({%r: ...}), which your own hook must call: "
             "there is no EvalHook",
             type(hook).__name__,
             metric,
@@ -237,12 +237,12 @@ def tell_without_evaluation(hook: HookBase, metric: str) -> None:
 
 
 def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
-    """The metric that a hook waits for; None if only another evaluation gives it.
+    """The value of the metric that a hook waits for; None if these results lack it.
 
-    If every ``EvalHook`` has had results, and none of them was the metric, the log says so, since a
-    hook of the user may give it, or a later evaluation; without such a hook it is a warning. A name
-    that is similar to that of a result is misspelt then: an error ends the run after the other
-    hooks have seen the iteration.
+    If every ``EvalHook`` has had results without the metric, this is logged: another hook of the
+    user, or a later evaluation, may still give it. Without hooks of the user it is a warning, or if
+    the name is similar to that of a result, and so misspelt, an error, which ends the run after the
+    other hooks have seen the iteration.
     """
     hooks = hook.trainer.hooks
     if metric in results or metric in hook.trainer.storage.results():
@@ -250,8 +250,8 @@ def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
     given = [e._last().get("results") for e in hooks if isinstance(e, EvalHook)]
     if given and all(given):
         problem = (
-            f"no EvalHook has given {metric!r} so far{did_you_mean(metric, results)} (if only "
-            "some evaluations give it, let the first one give math.nan)"
+            f"no EvalHook has returned {metric!r} so far{did_you_mean(metric, results)} (if only "
+            "some evaluations return it, let the first one return math.nan)"
         )
         similar = [each for each in results if each in metric or metric in each]
         similar += get_close_matches(metric, results, cutoff=0.8)
@@ -295,30 +295,30 @@ def find_average(metric: str, hooks: Iterable[HookBase]) -> EMA | None:
 class BestCheckpointer(HookBase):
     """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
 
-    With a sharded checkpointer that is a folder ``model_best``. It is saved at once, so that what
-    was measured is what is saved, when the hooks of the earlier phases have seen the results. A
-    run that starts from it goes on with the same iteration as from a checkpoint.
+    With a sharded checkpointer it is a folder ``model_best``. It is saved as soon as the hooks of
+    earlier phases have seen the results, so it holds the weights that were measured. A run that
+    starts from it continues with the same iteration as from a checkpoint.
 
     A resumed run never overwrites a better model, not even one that was saved after the
-    checkpoint it resumes from. No run resumes from the file.
+    checkpoint it resumes from. A resume never chooses this file.
 
     Args:
         checkpointer: the Checkpointer to save with.
         val_metric: the name of a result, such as ``"classification/accuracy"``. If it begins with
             ``"ema/"``, the averaged weights of the registered hook ``EMA`` are saved as the model.
-        mode: ``"max"`` if more is better, ``"min"`` if less is.
+        mode: ``"max"`` if higher is better, ``"min"`` if lower is.
         file_prefix: the name of the file, without ``.pth``.
 
     Attributes:
         best_metric: the best value so far, or None.
-        best_iter: the iteration that it was measured at, or None.
+        best_iter: the iteration of the best value, or None.
         ema: the hook whose averaged weights are saved, or None; found when a run begins.
 
     Raises:
-        TypeError: if ``checkpointer`` is something else.
-        ValueError: for another mode, or an impossible ``file_prefix``; when a run begins, if a
-            metric ``"ema/..."`` has no registered hook ``EMA``, or several; in a run, if the first
-            results have a similar name in place of the metric's. What was trained is saved first.
+        TypeError: if ``checkpointer`` is not a Checkpointer.
+        ValueError: if ``mode`` or ``file_prefix`` is invalid; when a run begins, if the metric is
+            ``"ema/..."`` and not exactly one hook ``EMA`` is registered; during a run, after the
+            saves that are due, if the first results lack the metric but have a similar name.
     """
 
     phase = "save"
@@ -336,15 +336,15 @@ class BestCheckpointer(HookBase):
         self._mode = check_mode(mode, val_metric)
         self._file_prefix = file_prefix
         names = [file_prefix, f"{file_prefix}.pth"]
-        # The run may have changed from a file to a folder, or back.
+        # An earlier start of the run may have saved the other kind, a folder or a file.
         self._name, self._other = names if checkpointer.sharded else reversed(names)
-        self.needs_every_rank = checkpointer.sharded  # each writes its shards
+        self.needs_every_rank = checkpointer.sharded  # each rank writes its shards
         self.ema: EMA | None = None
         self.best_metric: float | None = None
         self.best_iter: int | None = None
 
     def before_train(self) -> None:
-        """Learn from the file of a resumed run which value has to be exceeded.
+        """Read the best value so far, if the run is resumed.
 
         The best model of an earlier run is renamed. So is a file if this run saves folders, and a
         folder if it saves files.
@@ -358,15 +358,15 @@ class BestCheckpointer(HookBase):
         self.read_best()
 
     def read_best(self) -> None:
-        """Take the best value from the file or folder, if it has one.
+        """Read the best value from the file or folder, if it has one.
 
-        The state of the checkpoint is not enough: the file may have been saved after it, and an
-        accelerator may compute other numbers the second time. A file that is broken or gone is to
-        be replaced, whatever was in it.
+        This hook's state in a checkpoint is not enough: the best model may have been saved after
+        it, and an accelerator may compute other numbers the second time. A broken or missing file
+        is replaced by the next model, whatever its value was.
         """
         saver = self._checkpointer
         if not saver.save_to_disk:
-            return  # the main process tells its value
+            return  # the main process broadcasts its value
         try:
             if self._name in checkpoint_names(saver.save_dir):
                 content = read_checkpoint(self.run_files()[0], "meta")
@@ -377,7 +377,7 @@ class BestCheckpointer(HookBase):
         self.best_metric = self.best_iter = None
 
     def after_evaluation(self, results: Numbers) -> None:
-        """Save the model if the metric has its best value."""
+        """Save the model if the metric is the best so far."""
         value = find_result(self, self._val_metric, results)
         if value is not None:
             self._judge(value)
@@ -394,7 +394,7 @@ class BestCheckpointer(HookBase):
         if self.on_every_rank:
             trainer.prepare_save()
         iteration = trainer.done - 1
-        # As in detectron2: a subclass learns of a best value, and may refuse it.
+        # As in detectron2, a subclass is told about a best value, and may refuse it.
         if self._update_best(value, iteration) is False:
             return
         with trainer.clock.pause("save"):
@@ -408,25 +408,25 @@ class BestCheckpointer(HookBase):
         return better
 
     def save(self, **content: Any) -> None:
-        """Save the model as the best one, with its value and more for ``Checkpointer.save``."""
+        """Save the model as the best one; ``content`` is passed to ``Checkpointer.save``."""
         with self.ema.swap() if self.ema else nullcontext():
             self._checkpointer.save(
                 self._file_prefix, tag=False, best=self.state_dict(), **content
             )
 
     def after_train(self) -> None:
-        """Say which model was the best."""
+        """Log which model was the best, and restore it if asked to."""
         if not self.trainer.succeeded:
             return
         self._checkpointer.wait()
         if self.best_metric is None:
             logger.warning(
-                "No evaluation gave a finite %r: no best model was saved",
+                "No evaluation returned a finite %r, so no best model was saved",
                 self._val_metric,
             )
         else:
             logger.info(
-                "The best %s is %.4g, of iteration %d, in %s; the model has the last weights",
+                "The best %s is %.4g, from iteration %d, in %s; the model has the last weights",
                 self._val_metric,
                 self.best_metric,
                 self.best_iter,
@@ -438,20 +438,20 @@ class BestCheckpointer(HookBase):
         return [os.path.join(self._checkpointer.save_dir, self._name)]
 
     def _update_best(self, val: float, iteration: int) -> bool:
-        """Keep the best value so far."""
+        """Set the best value so far."""
         self.best_metric = val
         self.best_iter = iteration
         return True
 
     def _log_disk_full(self, error: OSError) -> None:
         logger.error(
-            "NOT SAVED: %s. Training goes on; the next best tries again", error
+            "NOT SAVED: %s. Training goes on; the next best model is tried again", error
         )
         self.best_metric = self.best_iter = None
         self.read_best()
 
     def state_dict(self) -> State:
-        """The best value so far, of which metric and iteration; None before the first."""
+        """The metric, its best value so far and the iteration of that; None before the first."""
         return {
             "metric": self._val_metric,
             "best_metric": self.best_metric,
@@ -459,7 +459,7 @@ class BestCheckpointer(HookBase):
         }
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned, unless it is of another metric."""
+        """Load what ``state_dict`` returned, unless it is about another metric."""
         if state_dict.get("metric") == self._val_metric:
             self.best_metric = state_dict["best_metric"]
             self.best_iter = state_dict["best_iter"]
@@ -468,18 +468,19 @@ class BestCheckpointer(HookBase):
 class EarlyStopping(HookBase):
     """Stops the run when a result has not improved for some evaluations.
 
-    A value that is not finite counts as no improvement. To stop by a metric of the training, let a
-    hook of yours call ``trainer.after_evaluation({"my_loss": value})`` whenever it is to be judged.
+    A value that is not finite counts as no improvement. To stop by a training metric, let your own
+    hook call ``trainer.after_evaluation({"my_loss": value})`` each time it should be judged.
 
     Args:
         metric: the name of a result, such as ``"classification/val_loss"``.
-        mode: ``"max"`` if more is better, ``"min"`` if less is.
-        patience: how many evaluations in a row without improvement end the run, at least 1.
+        mode: ``"max"`` if higher is better, ``"min"`` if lower is.
+        patience: the number of evaluations in a row without improvement that ends the run, at
+            least 1.
         min_delta: an improvement must be larger than this.
 
     Raises:
-        ValueError: for another mode, or a patience below 1; in a run, if the first results have a
-            similar name in place of the metric's.
+        ValueError: if ``mode`` is invalid, or ``patience`` below 1; during a run, if the first
+            results lack the metric but have a similar name.
     """
 
     def __init__(
@@ -498,12 +499,12 @@ class EarlyStopping(HookBase):
         self._waited = 0
 
     def before_train(self) -> None:
-        """Stop a resumed run that had stopped, unless its patience was raised."""
+        """Stop a resumed run that was stopped before, unless ``patience`` was raised."""
         tell_without_evaluation(self, self._metric)
         self._stop_if_exhausted()
 
     def after_evaluation(self, results: Numbers) -> None:
-        """Look at the result."""
+        """Compare the result with the best so far."""
         value = find_result(self, self._metric, results)
         if value is None:
             return
@@ -528,7 +529,7 @@ class EarlyStopping(HookBase):
             )
 
     def state_dict(self) -> State:
-        """The best value and how long ago it was."""
+        """The best value, and the number of evaluations since."""
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state_dict: State) -> None:

@@ -1,4 +1,4 @@
-"""Steps the schedules of the learning rate, and records the rate."""
+"""Steps learning-rate schedules, and records the rate."""
 
 import logging
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
-# Schedules, or their states, by the names of optimizers. The only optimizer has the name "".
+# Schedules, or their states, by the names of their optimizers. A single optimizer has the name "".
 ByOptimizer: TypeAlias = Mapping[str, list[Any]]
 
 
@@ -37,30 +37,30 @@ class LRScheduler(HookBase):
 
     - a :class:`hooktrain.solver.ParamScheduler`, which multiplies the optimizer's learning rate
       over the whole run;
-    - a scheduler of torch.
+    - a torch scheduler.
 
-    Those of MMEngine are for the ``LRScheduler`` of ``hooktrain.compat.mmengine``. An iteration
+    For MMEngine's schedulers use the ``LRScheduler`` of ``hooktrain.compat.mmengine``. An iteration
     counts even if a scaler skipped its update.
 
     Args:
-        optimizer: the optimizer whose rate is recorded, and multiplied; or several by name. None
-            takes ``trainer.optimizer``, or for schedules by name ``trainer.optim_wrapper``.
-        scheduler: a schedule; or a list, stepped in order. Several optimizers, whose rates are
-            recorded as ``<name>.lr``, get each the same multiplier, or their own from a dict of
-            either by name. None takes ``trainer.scheduler``.
+        optimizer: the optimizer whose rate is recorded and multiplied, or several by name. None
+            takes ``trainer.optimizer``, or ``trainer.optim_wrapper`` for schedules by name.
+        scheduler: a schedule, or a list of schedules, stepped in order. Several optimizers, whose
+            rates are recorded as ``<name>.lr``, share a multiplier, or have their own schedules or
+            lists in a dict by name. None takes ``trainer.scheduler``.
         metric: for :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`, the result that it watches.
             It steps after each evaluation.
-        by_epoch: whether schedulers of torch count epochs, not iterations. The log says which.
+        by_epoch: whether torch schedulers count epochs instead of iterations. The log says which.
 
     Raises:
-        TypeError: when training starts, for an object that is not a schedule.
-        ValueError: when training starts, if a schedule is of another optimizer, is given twice,
-            lacks its metric, or counts epochs and the trainer has no ``epoch_length``; when a state
-            of other schedulers is loaded; in a run, if the first results have a similar name in
-            place of the metric's.
+        TypeError: when training starts, if an object is not a schedule.
+        ValueError: when training starts, if a schedule was made for another optimizer, is given
+            twice, lacks its metric, or counts epochs while the trainer has no ``epoch_length``;
+            when the state of other schedulers is loaded; during a run, if the first results lack
+            the metric but have a similar name.
 
     Attributes:
-        scheduler: the schedule as it was given.
+        scheduler: the schedule as given.
     """
 
     phase = "update"
@@ -74,23 +74,25 @@ class LRScheduler(HookBase):
         by_epoch: bool = False,
     ) -> None:
         if isinstance(optimizer, ParamScheduler | TorchScheduler):
-            raise TypeError(f"give LRScheduler(scheduler={optimizer!r})")
+            raise TypeError(f"pass it by name: LRScheduler(scheduler={optimizer!r})")
         self._optimizer = optimizer
         self.scheduler = scheduler
         self._metric = metric
         self._by_epoch = by_epoch
         self._schedulers: dict[str, list[Any]] = {}
-        self._loaded: State = {}  # and not given to them yet
+        self._loaded: State = {}  # a state that the schedulers have not loaded yet
 
     def before_train(self) -> None:
         """Find the optimizers and schedules, and when each schedule steps."""
         self._storage = self.trainer.storage
-        self._recorded: list[Any] = []  # names, and the groups whose rates have them
-        self._steps: list[Any] = []  # periods, and the schedules that step then
-        self._watched: list[Any] = []  # results, and the functions that get them
+        self._recorded: list[
+            Any
+        ] = []  # names of metrics, and the groups of their rates
+        self._steps: list[Any] = []  # periods, and the schedules that step after them
+        self._watched: list[Any] = []  # names of results, and functions of their values
         # Optimizers and the names of their settings, and the schedules that change them.
         self._driven: list[Any] = []
-        self._expected: list[Any] = []  # what the last step left, while that is watched
+        self._expected: list[Any] = []  # the rates after the last step, while watched
         self._schedulers = {}
         optimizers = self._optimizers()
         for name, schedules in self._schedules_by_name().items():
@@ -98,7 +100,7 @@ class LRScheduler(HookBase):
             group = optimizer.param_groups[self.get_best_param_group_id(optimizer)]
             self._recorded.append((f"{name}.lr" if name else "lr", group))
             self._schedulers[name] = [self.begin(s, optimizer) for s in schedules]
-        # An epoch is enough to see whether others step, too; then a step costs less.
+        # An epoch is enough to see whether other code steps too; after it a step costs less.
         self._watched_until = self.trainer.start_iter + max(
             self.trainer.sync_period, self.trainer.epoch_length or 0
         )
@@ -111,12 +113,12 @@ class LRScheduler(HookBase):
             self._loaded = {}
 
     def _optimizers(self) -> Mapping[str, Any]:
-        """The optimizers by name, in wrappers or not; the only one has the name ``""``."""
+        """The optimizers by name, in wrappers or not; a single one has the name ``""``."""
         wrapper = getattr(self.trainer, "optim_wrapper", None)
         return by_name(self._optimizer or wrapper or self.trainer.optimizer)
 
     def _schedules_by_name(self) -> ByOptimizer:
-        """The schedules as they were given."""
+        """The schedules as given, by the names of their optimizers."""
         if self.scheduler is None:
             self.scheduler = getattr(self.trainer, "scheduler", None)
         named = self.scheduler
@@ -131,12 +133,12 @@ class LRScheduler(HookBase):
         """Decide when a schedule steps; a subclass may know other kinds of schedules.
 
         Returns:
-            The schedule, or the multiplier that is made of it.
+            The schedule, or the multiplier made from it.
         """
         if isinstance(scheduler, ParamScheduler):
             if not self._loaded:
                 _warn_of_new_rates(optimizer)
-            # Made again in each run: it covers the whole length, which may have changed.
+            # Made anew in each run, since it covers the whole run, whose length may have changed.
             multiplier = LRMultiplier(
                 optimizer,
                 scheduler,
@@ -161,13 +163,13 @@ class LRScheduler(HookBase):
             total_steps = getattr(scheduler, "total_steps", steps)
             if total_steps < steps:
                 raise ValueError(
-                    f"{type(scheduler).__name__} has {total_steps=}, and "
+                    f"{type(scheduler).__name__} has {total_steps=}, but "
                     f"takes {steps} in this run; by_epoch=True counts epochs"
                 )
             period_of_cosine = getattr(scheduler, "T_max", steps)
             if 1.5 * period_of_cosine < steps:
                 logger.warning(
-                    "The rate goes up again after T_max=%d steps: by_epoch=True counts epochs",
+                    "The rate rises again after T_max=%d steps: by_epoch=True counts epochs",
                     period_of_cosine,
                 )
             logger.info(
@@ -180,22 +182,22 @@ class LRScheduler(HookBase):
             _log_end(scheduler, self.trainer.max_iter // period)
         else:
             raise TypeError(
-                "LRScheduler(scheduler=...) needs a ParamScheduler or a scheduler of torch (for "
-                "MMEngine's there is an LRScheduler in hooktrain.compat.mmengine), not "
+                "LRScheduler(scheduler=...) needs a ParamScheduler or a torch scheduler (for "
+                "MMEngine's use the LRScheduler of hooktrain.compat.mmengine), not "
                 f"{scheduler!r}"
             )
         self.drive(scheduler, optimizer, "lr")
         return scheduler
 
     def drive(self, scheduler: Any, optimizer: Optimizer, key: str) -> None:
-        """Note which setting of which optimizer a schedule changes.
+        """Remember which setting of which optimizer a schedule changes.
 
         Raises:
             ValueError: if the schedule was made for another optimizer, or if a multiplier is not
-                the only one.
+                the only schedule of the setting.
         """
         if _unwrapped(scheduler.optimizer) is not optimizer:
-            raise ValueError(f"{scheduler!r} is made for another optimizer")
+            raise ValueError(f"{scheduler!r} was made for another optimizer")
         scheduled.setdefault(optimizer, [])
         self._driven.append(((optimizer, key), scheduler))
         schedules = [
@@ -207,33 +209,33 @@ class LRScheduler(HookBase):
         is_multiplied = any(isinstance(each, LRMultiplier) for each in schedules)
         if is_multiplied and len(schedules) > 1:
             raise ValueError(
-                f"a multiplier sets {key} alone: give one schedule, not {self.scheduler!r} (are "
-                "hooks registered twice?)"
+                f"a multiplier must be the only schedule of {key}: give one schedule, not "
+                f"{self.scheduler!r} (are hooks registered twice?)"
             )
 
     def step_every(self, scheduler: Any, by_epoch: bool) -> int:
         """Step a schedule after each epoch, or each iteration.
 
         Returns:
-            How many iterations that is.
+            The number of iterations per step.
 
         Raises:
-            ValueError: if the length of an epoch is needed, and not known.
+            ValueError: if the length of an epoch is needed but unknown.
         """
         period = self.trainer.epoch_length if by_epoch else 1
         if not period:
             raise ValueError(
-                f"{scheduler!r} counts epochs, and the loader has no length: "
+                f"{scheduler!r} counts epochs, but the loader has no length: "
                 "set trainer.epoch_length, or by_epoch=False"
             )
-        # An epoch may get another length in the run.
+        # The length of an epoch may change during the run.
         self._steps.append((Period("1 epoch" if by_epoch else 1), scheduler))
         return period
 
     def after_step(self) -> None:
         """Record the rate of this iteration, then step to that of the next."""
         if self._expected and self._expected != self._rates():
-            self._watched_until = 0  # once is enough
+            self._watched_until = 0  # warn once
             logger.warning(
                 "Learning rates or step counts changed outside LRScheduler: expected %s, found "
                 "%s. Does another hook set the rate, or step the scheduler too?",
@@ -253,7 +255,7 @@ class LRScheduler(HookBase):
             put(name, group["lr"], smoothing_hint=False)
 
     def after_evaluation(self, results: Numbers) -> None:
-        """Step what watches a result."""
+        """Step the schedules that watch a result."""
         for metric, step in self._watched:
             value = find_result(self, metric, results)
             if value is not None:
@@ -263,12 +265,12 @@ class LRScheduler(HookBase):
 
     def _rates(self) -> list[Any]:
         """The rates, and how often each schedule has stepped."""
-        # A rate that is a tensor stays the same object, so nothing waits for its value.
+        # A rate that is a tensor stays the same object, so comparing it needs no value.
         rates = [group["lr"] for _, group in self._recorded]
         return rates + [getattr(each, "last_epoch", 0) for _, each in self._steps]
 
     def after_train(self) -> None:
-        """Note the rates, so that the next run sees whether they were set meanwhile."""
+        """Remember the rates, so that the next run sees whether they were set in between."""
         for (optimizer, _), _ in self._driven:
             scheduled[optimizer] = rates_of(optimizer)
 
@@ -276,7 +278,7 @@ class LRScheduler(HookBase):
     def get_best_param_group_id(optimizer: Optimizer) -> int:
         """The group whose rate is recorded: the one with the most parameters.
 
-        If each group has one parameter, the first group that has the most common rate.
+        If each group has one parameter, it is the first group with the most common rate.
         """
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if max(sizes) > 1:
@@ -300,23 +302,23 @@ class LRScheduler(HookBase):
         check_schedulers(self._schedules_by_name(), _saved_schedulers(state_dict))
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load what ``state_dict`` returned, when training starts."""
+        """Keep what ``state_dict`` returned, and load it when training starts."""
         self._loaded = dict(state_dict)
 
 
 def check_schedulers(schedules: ByOptimizer, states: ByOptimizer) -> None:
-    """Refuse states that are of more or fewer schedules."""
+    """Refuse the states of more or fewer schedules."""
     here = {name: len(each) for name, each in schedules.items()}
     saved = {name: len(each) for name, each in states.items()}
     if here != saved:
         raise ValueError(
-            f"the state has so many schedulers: {saved}, and this run: {here}"
+            f"numbers of schedulers differ: the state has {saved}, this run {here}"
         )
 
 
 def _saved_schedulers(state_dict: State) -> ByOptimizer:
-    """The states of the schedulers in that of the hook."""
-    # detectron2's is the state of the only scheduler.
+    """The states of the schedulers in the hook's state."""
+    # In detectron2 the hook's state is that of its only scheduler.
     only = {"": [state_dict]}
     return state_dict.get("schedulers", only)  # type: ignore[no-any-return]
 
@@ -326,12 +328,12 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _log_end(scheduler: Any, steps: int) -> None:
-    """Log that a schedule of torch is longer than the run, and where a function ends."""
+    """Log if a torch schedule is longer than the run, and the last rate of a LambdaLR."""
     for name in ("total_steps", "T_max", "total_iters"):
         length = getattr(scheduler, name, 0)
         if length > 1.5 * steps:
             logger.info(
-                "The run ends at step %d of %s=%d, so the rate does not come to its end",
+                "The run ends at step %d of %s=%d, so the rate does not reach its end",
                 steps,
                 name,
                 length,
@@ -343,10 +345,10 @@ def _log_end(scheduler: Any, steps: int) -> None:
 
 
 def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
-    """Log where the rate goes; warn of a schedule of rates, where one of multipliers belongs."""
+    """Log the course of the rate; warn if a schedule seems to give rates, not multipliers."""
     rate = max(group["initial_lr"] for group in optimizer.param_groups)
     multipliers = [schedule(step / 20) for step in range(21)]
-    # Host-device synchronisation, where rates are tensors: once a run.
+    # Host-device synchronisation, once a run, if rates are tensors.
     highest = max(multipliers)
     logger.info(
         "lr goes from %g to %g; the schedule's highest is about %.2g",
@@ -358,7 +360,7 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
         logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
     if rate < 1 and not 0.5 <= highest < 1.01:
         logger.warning(
-            "lr will be %g x %g = %g: a schedule gives multipliers, such as 1 to 0",
+            "lr will be %g x %g = %g: a schedule must give multipliers, such as 1 to 0",
             rate,
             highest,
             rate * highest,
@@ -366,12 +368,12 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
 
 
 def _warn_of_new_rates(optimizer: Optimizer) -> None:
-    """Warn of rates that were set after the last run, and that a multiplier does not see."""
+    """Warn about rates that were set after the last run, which a multiplier ignores."""
     left = scheduled.get(optimizer, [])
     rates = rates_of(optimizer)[: len(left)]
     if rates != left:
         logger.warning(
-            "lr was set to %s after the last run, and is not used: the schedule multiplies "
-            "group['initial_lr'], so set that of each group too",
+            "lr was set to %s after the last run, but is not used: the schedule multiplies "
+            "group['initial_lr'], so set this in each group too",
             rates,
         )

@@ -1,4 +1,4 @@
-"""Ends a run when it is asked to: at once by a signal, or in order by a file."""
+"""Ends a run on request: by a signal once a checkpoint is saved, by a file as an early stop."""
 
 import logging
 import os
@@ -24,11 +24,11 @@ from hooktrain.utils.signals import (
 
 logger = logging.getLogger(__name__)
 
-# In the folder of the checkpoints; `hooktrain eval --follow` makes it when its patience is over.
+# In the folder of the checkpoints. `hooktrain eval --follow` writes it when its patience runs out.
 STOP_FILE = "stop"
 
 _ONE_SIGNAL_SECONDS = 1.0  # in which a repeated signal counts as the same one
-_ASK_SECONDS = 10.0  # torchrun waits 30 between its signal and the kill
+_ASK_SECONDS = 10.0  # torchrun kills 30 seconds after its signal
 # A user who sees no answer in a long iteration would send a second signal.
 _HEARD = b"\nThe run will save after the iteration, and end. A second signal ends it at once\n"
 
@@ -36,44 +36,44 @@ _HEARD = b"\nThe run will save after the iteration, and end. A second signal end
 class Preemption(HookBase):
     """Saves a checkpoint and ends the process when SIGTERM, SIGINT or SIGHUP asks for it.
 
-    A file ``stop`` in the folder of the checkpointer asks for an early stop instead: the main
-    process looks for it when a run begins and when the ranks exchange metrics. The run then comes
-    to its end, with the final evaluation and checkpoint, and its log has the text of the file.
-    ``hooktrain eval --follow --patience`` writes it. The file stays: remove it to go on.
+    A file ``stop`` in the checkpointer's folder requests an early stop instead: the main process
+    looks for it when a run begins and when the ranks exchange metrics. The run then ends with the
+    final evaluation and checkpoint, and logs the text of the file. ``hooktrain eval --follow
+    --patience`` writes such a file. It is not deleted: remove it to continue the run.
 
-    A signal only sets a flag. A single process looks at it at the end of the iteration. Several
-    ranks stop after the same iteration, also if not all of them got the signal: they exchange their
-    flags with the metrics, or after ten seconds of steps or so, if that is sooner. An accumulation
-    that has begun is completed. Then the checkpoint ``model_0000099.pth`` is written unless it has
-    just been, with the prefix and the ``max_to_keep`` of the run's :class:`PeriodicCheckpointer`.
-    Then ``SystemExit`` is raised with the code 128 + the signal's number: 143 for SIGTERM, 130 for
-    SIGINT, 129 for SIGHUP, which a closed terminal sends (under nohup that changes nothing). There
-    is no final evaluation, and ``trainer.succeeded`` is False. A resumed run goes on as if nothing
-    had happened.
+    A signal only sets a flag, which a single process checks at the end of the iteration. Several
+    ranks stop after the same iteration, even if only some of them got the signal: they exchange
+    their flags with the metrics, or after about ten seconds of steps if that is sooner. A gradient
+    accumulation in progress is completed. Then a checkpoint such as ``model_0000099.pth`` is saved,
+    unless it has just been, with the prefix and the ``max_to_keep`` of the run's
+    :class:`PeriodicCheckpointer`, and ``SystemExit`` is raised with the code 128 + the signal's
+    number: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP, which a closing terminal sends (under
+    nohup it is still ignored). There is no final evaluation, and ``trainer.succeeded`` is False. A
+    resumed run continues as if nothing had happened.
 
-    If submitit handles a signal, its handler is called on every rank when all is saved. Where that
-    of the main process ends it, as for SIGUSR2 when the job is requeued, all ranks end with its
-    exit code. Otherwise the run goes on, as after SIGTERM, which submitit ignores.
+    If submitit handles a signal, its handler is called on every rank once the checkpoint is saved.
+    If the main process's handler exits, as for SIGUSR2 when the job is requeued, all ranks end with
+    its exit code. Otherwise the run continues, as after SIGTERM, which submitit ignores.
 
-    A second signal ends the process at once, by the handlers that were there before. Within a
-    second of the first it does so only if it is another signal: schedulers signal all processes,
-    and launchers pass the signal on to them once more.
+    A second signal ends the process at once, through the handlers that were installed before. In
+    the first second only a different signal does: schedulers signal all processes, and launchers
+    pass the signal on to them again.
 
     Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
     processes ``--shutdown-timeout`` seconds after the signal, 30 by default. In the last iteration
-    and the final evaluation a signal changes nothing: the run comes to its end.
+    and the final evaluation a signal has no effect: the run ends anyway.
 
-    The workers of a torch ``DataLoader`` that a trainer or an evaluation iterates over leave the
-    signals to their process. Start those of other loaders by
+    If a trainer or an evaluation iterates over a torch ``DataLoader``, its workers leave the
+    signals to their parent process. Start the workers of other loaders by
     :func:`hooktrain.utils.workers.start_workers`.
 
-    Register it on every rank. Python has signal handlers in the main thread only: in another one,
-    as in a worker of Ray, the hook does nothing.
+    Register it on every rank. Python allows signal handlers in the main thread only: in another
+    thread, as in a Ray worker, the hook does nothing.
 
     Args:
         checkpointer: the Checkpointer to save with.
-        signals: the signals to act on. Add ``signal.SIGUSR1`` for a scheduler that announces the
-            end of a job by it; torchrun needs ``--signals-to-handle`` for it, or it ends at once.
+        signals: the signals to act on. Add ``signal.SIGUSR1`` if the scheduler announces the end
+            of a job by it; torchrun then needs ``--signals-to-handle``, or it ends at once.
     """
 
     needs_every_rank = True
@@ -87,7 +87,7 @@ class Preemption(HookBase):
         self.checkpointer = checkpointer
         self._signals = signals
         self._previous: dict[int, Any] = {}
-        self._received_at = 0.0  # when the first signal came
+        self._received_at = 0.0  # the time of the first signal
 
     def before_train(self) -> None:
         """Install the handlers."""
@@ -105,13 +105,13 @@ class Preemption(HookBase):
         self._previous = replace_handlers(free, self._receive)
 
     def after_train(self) -> None:
-        """Put back the handlers that were there before."""
+        """Restore the previous handlers."""
         restore_handlers(self._previous)
 
     def after_step(self) -> None:
-        """Save and exit where the ranks agree on it."""
+        """Save and exit if the ranks have agreed on a signal."""
         trainer = self.trainer
-        if trainer.is_last:  # the run comes to its end anyhow
+        if trainer.is_last:  # the run ends anyway
             return
         self._exchange()
         number = trainer.agreement.signal
@@ -120,25 +120,25 @@ class Preemption(HookBase):
         logger.warning(
             "%s: saving after iteration %d", signal.Signals(number).name, trainer.iter
         )
-        # What is being saved in the background may be this iteration, and it may fail.
+        # A save in the background may be of this iteration, and it may fail.
         comm.on_all_ranks(self.checkpointer.wait)
         if comm.broadcast(self.checkpointer.saved_iteration) != trainer.iter:
             trainer.prepare_save()
             self._saving().save_numbered(trainer.iter)
-        # To a launcher, a rank that has ended has failed: it would end one that still writes.
+        # A launcher takes a rank that exits for failed, and would kill one that still writes.
         comm.on_all_ranks_patiently(self.checkpointer.finish)
         code = comm.on_all_ranks(partial(self._hand_on, number))[0]
         if code is not None:
-            # The other hooks come first, so that train() can be called again, as in a notebook.
+            # After the other hooks, so that train() can be called again, as in a notebook.
             trainer.raise_later(SystemExit(code))
             return
         trainer.agreement.signal = 0
-        # It may be another one by now.
+        # Another signal may have come by now.
         if trainer.agreement.own_signal == number:
             trainer.agreement.own_signal = 0
 
     def _hand_on(self, number: int) -> Any:
-        """Call the scheduler's handler, if it has one; return the exit code if the run ends."""
+        """Call the scheduler's handler, if there is one; return the exit code if the run ends."""
         handler: Any = self._previous.get(number)
         if not is_of_scheduler(handler):
             return 128 + number
@@ -149,7 +149,7 @@ class Preemption(HookBase):
         return None
 
     def _saving(self) -> PeriodicCheckpointer:
-        """What names and deletes the checkpoints of the run; or a new one, where nothing does."""
+        """The run's PeriodicCheckpointer, for its names and deletions; a new one if it has none."""
         own = self.checkpointer
         for hook in self.trainer.hooks:
             if isinstance(hook, PeriodicCheckpointer) and hook.checkpointer is own:
@@ -157,7 +157,7 @@ class Preemption(HookBase):
         return PeriodicCheckpointer(own, 1)
 
     def _exchange(self) -> None:
-        """Let the ranks know of signals. Where periods are long, they exchange metrics earlier."""
+        """Tell the ranks about signals. In a long period they exchange metrics early for this."""
         trainer = self.trainer
         if trainer.ends_period:
             self._look_for_stop_file()
@@ -175,7 +175,7 @@ class Preemption(HookBase):
         path = self._stop_file
         if os.path.isfile(path):
             text = Path(path).read_text("utf-8", "replace")
-            self.trainer.request_stop(f"{path} is there. {text}")
+            self.trainer.request_stop(f"{path} exists. {text}")
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         # This runs between any two instructions of the main thread: no logging, no locks.
@@ -183,7 +183,7 @@ class Preemption(HookBase):
         agreement = self.trainer.agreement
         received = agreement.own_signal
         if is_of_scheduler(self._previous.get(number)):
-            # The signal that requeues the job may follow SIGTERM, or come before it.
+            # The signal that requeues the job may come before or after SIGTERM.
             if not received or number != signal.SIGTERM:
                 agreement.own_signal = number
             return
@@ -193,7 +193,7 @@ class Preemption(HookBase):
             if comm.is_main_process():
                 with suppress(OSError):  # if stderr is closed
                     os.write(2, _HEARD)
-        is_child = os.getpid() != self._process  # of a fork
+        is_child = os.getpid() != self._process  # after a fork
         is_another = number != received
         if is_child or is_another or now - self._received_at > _ONE_SIGNAL_SECONDS:
             self.after_train()

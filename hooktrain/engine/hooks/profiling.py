@@ -13,15 +13,15 @@ from hooktrain.utils import comm
 class TorchProfiler(HookBase):
     """Runs :class:`torch.profiler.profile` in the iterations that a predicate chooses.
 
-    Each rank writes a trace of each of them, for ``chrome://tracing`` and others:
+    Each rank writes a trace of each such iteration, for ``chrome://tracing`` and other viewers:
     ``profiler-trace-iter{i}.rank{rank}.*.json``. To profile iterations 10 to 19:
     ``TorchProfiler(lambda trainer: 10 <= trainer.iter < 20, output_dir)``.
 
     Args:
         enable_predicate: called with the trainer before each step; returns whether to profile it.
         output_dir: the folder to write to.
-        activities: see the profiler; None takes the CPU, and the accelerator if there is one.
-        save_tensorboard: whether to write into ``log`` in the folder, where TensorBoard looks.
+        activities: as for the profiler; None takes the CPU, and the accelerator if there is one.
+        save_tensorboard: whether to write to ``log`` in the folder, where TensorBoard looks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Detects silent data corruption: wrong numbers of a machine that reports no error."""
+"""Detects silent data corruption: wrong results of a machine that reports no error."""
 
 import copy
 import random
@@ -30,16 +30,16 @@ from hooktrain.utils.tensors import (
 Rows: TypeAlias = Iterable[tuple[str, Tensor]]  # named tensors of one dimension
 
 _DIFFERS = (
-    "iteration %d makes no update: it was computed twice, and what these ranks have computed "
-    "differs: %s. In the first check of a run, suspect a step that is not deterministic "
-    "(torch.use_deterministic_algorithms); after that, the machine: go on from the last checkpoint "
-    "on another one. Ranks exchange gradients, and shards of weights: suspect first a rank whose "
-    "weights or buffers differ, then one whose loss does"
+    "iteration %d makes no update: it was computed twice, with different results on these ranks: "
+    "%s. In the first check of a run, suspect a step that is not deterministic "
+    "(torch.use_deterministic_algorithms); later, suspect the machine, and resume from the last "
+    "checkpoint on another one. Ranks exchange gradients and shards of weights, so first suspect "
+    "a rank whose weights or buffers differ, then one whose loss differs"
 )
 _REPLICAS = (
-    "iteration %d makes no update: the weights of the ranks %s are not those of most ranks that "
-    "should have the same. Of two ranks either may be wrong. On another machine, go on from a "
-    "checkpoint that is older than the check before this one"
+    "iteration %d makes no update: the weights of the ranks %s differ from those of most ranks "
+    "that should have the same. Of two ranks either may be wrong. Resume on another machine, from "
+    "a checkpoint that is older than the previous check"
 )
 
 
@@ -48,17 +48,17 @@ class ReplayCheck(HookBase):
 
     The batches of such a step are copied. After its backward pass the losses, gradients and buffers
     are computed again with the same random numbers, before anything is updated. A healthy machine
-    gets the same bits. All else is as without the hook: the bits of weights, buffers and
-    generators, and the position in the data. A step that is not deterministic differs in the first
-    check, and the error says so.
+    gets the same bits. Weights, buffers, generators and the position in the data are the same, bit
+    for bit, as without the hook. A step that is not deterministic differs in the first check, and
+    the error says so.
 
-    What both passes share shows no difference, such as a weight that changed before. So a check
-    also compares the sums of the bytes of the weights, between ranks that have the same parts of
-    them: all of them, or the replicas of shards (HSDP). A shard that only one rank has is not
-    compared. Buffers may differ, and so may weights that ranks do not exchange: those that
-    DistributedDataParallel ignores, and whole ones beside shards.
+    Both passes use the same weights, so they cannot show that a weight was already wrong. So a
+    check also compares the sums of the bytes of the weights between ranks that have the same parts
+    of them: all ranks, or the replicas of a shard (HSDP). A shard that only one rank has is not
+    compared. Neither are buffers, and weights that ranks do not exchange: those that
+    DistributedDataParallel ignores, and unsharded ones beside shards.
 
-    What a hook does to the gradients in ``after_backward`` comes after the check.
+    Changes that hooks make to the gradients in ``after_backward`` come after the check.
 
     A check costs a forward and a backward pass, and memory for another set of gradients.
 
@@ -68,7 +68,7 @@ class ReplayCheck(HookBase):
 
     Raises:
         TypeError: when training starts, if the trainer or its model has a step of its own.
-        RuntimeError: on all ranks, for a difference.
+        RuntimeError: on all ranks, if a check finds a difference.
     """
 
     needs_every_rank = True
@@ -80,14 +80,14 @@ class ReplayCheck(HookBase):
         """Refuse a step that cannot be computed without its update."""
         if self.trainer.__class__.run_step is not SimpleTrainer.run_step:
             raise TypeError(
-                "ReplayCheck computes the gradients of SimpleTrainer.run_step() twice, and this "
-                "trainer or its model has a step of its own, which may update in between"
+                "ReplayCheck computes the gradients of SimpleTrainer.run_step() twice, but this "
+                "trainer or its model has its own step, which may update in between"
             )
 
     trainer: SimpleTrainer
 
     def before_step(self) -> None:
-        """Let a due step compute its gradients twice."""
+        """Make a step that is due compute its gradients twice."""
         trainer = self.trainer
         if self._period.is_due(trainer) and trainer.iter > trainer.start_iter:
             trainer.replay = self._compute_twice
@@ -111,19 +111,19 @@ class ReplayCheck(HookBase):
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         trainer.optim_wrapper.inner_count -= len(taken)
-        # With CUDA graphs these take the place of the first ones. Metrics that the model records
-        # were recorded by the first pass.
+        # With CUDA graphs these losses overwrite the first ones. The metrics that the model
+        # records are dropped, since the first pass has recorded them.
         with EventStorage(trainer.iter):
             losses = trainer.compute_gradients(iter(again))
         second = _computed(model, losses)
 
-        def look() -> tuple[str, tuple[int, int]]:
+        def compare() -> tuple[str, tuple[int, int]]:
             text = _difference(first, second)
             if text and _parts(model) != parts:
                 text = f"rank {comm.get_rank()}: the sum of the bytes of its weights"
             return text, parts
 
-        texts, everywhere = zip(*comm.on_all_ranks(look), strict=True)
+        texts, everywhere = zip(*comm.on_all_ranks(compare), strict=True)
         found = list(filter(None, texts))
         if found:
             raise RuntimeError(_DIFFERS % (trainer.iter, found[:8]))
@@ -132,7 +132,7 @@ class ReplayCheck(HookBase):
 
 
 def _parts(model: nn.Module) -> tuple[int, int]:
-    """A number of the parts of the weights that this rank has, and the sum of their bytes."""
+    """A checksum of which parts of the weights this rank has, and the sum of their bytes."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     has_shards = any(map(is_sharded, model.parameters()))
     parts, sums = [], []
@@ -146,8 +146,8 @@ def _parts(model: nn.Module) -> tuple[int, int]:
 
 
 def _compare_ranks(iteration: int, everywhere: Sequence[tuple[int, int]]) -> None:
-    """Name ranks whose sum is not that of most ranks with the same parts."""
-    # Of the sums of the same parts the most frequent comes last, and stays.
+    """Raise an error that names the ranks whose sum differs from most ranks with their parts."""
+    # Of the sums of the same parts, the most frequent comes last and remains.
     usual = dict(sorted(everywhere, key=Counter(everywhere).__getitem__))
     others = [
         rank for rank, (parts, total) in enumerate(everywhere) if usual[parts] != total
@@ -157,7 +157,7 @@ def _compare_ranks(iteration: int, everywhere: Sequence[tuple[int, int]]) -> Non
 
 
 def _computed(model: nn.Module, losses: Tensors) -> Rows:
-    """Copies of what a step computes on this rank. What DDP does not average comes first."""
+    """Copies of a step's losses, buffers and, last, gradients on this rank; DDP averages these."""
     gradients = ((f"{name}.grad", p.grad) for name, p in model.named_parameters())
     for name, each in chain(losses.items(), model.named_buffers(), gradients):
         if each is not None:
@@ -171,5 +171,5 @@ def _difference(first: Rows, second: Rows) -> str:
         if wrong.any():  # host-device synchronisation
             place = int(wrong.nonzero()[0]) // before.itemsize
             one, other = before[place].item(), after[place].item()
-            return f"rank {comm.get_rank()}: {name} has {one!r}, and then {other!r}"
+            return f"rank {comm.get_rank()}: {name} is {one!r}, and then {other!r}"
     return ""

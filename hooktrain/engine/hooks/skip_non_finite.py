@@ -16,28 +16,29 @@ logger = logging.getLogger(__name__)
 class SkipNonFinite(HookBase):
     """Skips an update whose gradients are infinite or NaN, up to ``max_skips`` times in a row.
 
-    Without this hook a loss that is not finite ends the run with a FloatingPointError. With it
-    the parameters and the optimizer's state do not change, schedules go on, and the loss is logged
-    unchanged. The optimizer's wrapper counts ``skipped_updates``. All ranks skip the same update:
+    Without this hook a loss that is not finite ends the run with a FloatingPointError. With it,
+    parameters and optimizer state stay unchanged, schedules go on, and the loss is logged as it
+    is. The optimizer's wrapper counts ``skipped_updates``. All ranks skip the same updates, since
     they exchange gradients, or one number if the model is sharded.
 
-    A subclass that skips further updates, such as those of losses that spike, calls
+    A subclass that skips further updates, such as those of loss spikes, calls
     :meth:`skip_update`; docs/guide/debugging.md has an example.
 
-    Two things still end the run, since skipping an update does not repair them: a loss that is not
-    finite although its gradients are, and at the next checkpoint, which is not saved, a buffer that
-    is no longer finite, such as a batch norm's. If several passes are accumulated, the gradients
-    alone decide.
+    Two errors still end the run, since skipping an update does not repair them: a loss that is not
+    finite although its gradients are, and a buffer, such as a batch norm's, that is not finite at
+    the next checkpoint, which is then not saved. If several passes are accumulated, only the
+    gradients are checked, not each loss.
 
-    The skips by which a float16 scaler finds its scale count here too.
+    The updates that a float16 scaler skips to find its scale count too.
 
-    Each iteration costs the maximum of the gradients and a host-device synchronisation.
+    Each iteration costs a maximum over the gradients and a host-device synchronisation.
 
     Args:
-        max_skips: the number of skips in a row, at least 0. One more raises a FloatingPointError.
+        max_skips: how many skips in a row to allow, at least 0. One more raises a
+            FloatingPointError.
 
     Raises:
-        ValueError: if ``max_skips`` is negative or no whole number.
+        ValueError: if ``max_skips`` is negative or not a whole number.
     """
 
     phase = "update"
@@ -47,7 +48,7 @@ class SkipNonFinite(HookBase):
         self._max_skips = max_skips
 
     def before_train(self) -> None:
-        """Begin to count."""
+        """Start counting from 0."""
         self._in_a_row = 0
 
     def before_step(self) -> None:
@@ -61,7 +62,7 @@ class SkipNonFinite(HookBase):
         """Drop the gradients of a bad update, so that the optimizer changes no parameter."""
         for wrapper in by_name(self.trainer.updating).values():
             if self._is_bad(wrapper):
-                # A scaler counts the infinite gradients by itself.
+                # A scaler counts these updates itself.
                 scaler = getattr(wrapper, "grad_scaler", None)
                 if scaler is None or not scaler.is_enabled():
                     wrapper.count_skipped_update()
@@ -75,11 +76,11 @@ class SkipNonFinite(HookBase):
         return is_bad
 
     def skip_update(self, wrapper: OptimWrapper, why: str) -> None:
-        """Skip the update that comes next, and log why. Call it on all ranks.
+        """Skip the next update, and log why. Call it on all ranks.
 
         Args:
-            wrapper: the optimizer, whose gradients are dropped.
-            why: the reason.
+            wrapper: the wrapper of the optimizer whose gradients are dropped.
+            why: the reason, for the log.
         """
         wrapper.zero_grad(set_to_none=True)
         self._skipping = True

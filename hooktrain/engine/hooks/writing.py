@@ -1,4 +1,4 @@
-"""How long the iterations take, and when metrics are written."""
+"""Records how long the iterations take, and writes metrics in periods."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,17 +14,17 @@ from hooktrain.utils.periods import Period, PeriodLike
 
 logger = logging.getLogger(__name__)
 
-_NOT_WRITTEN = "%s: NOT WRITTEN: %r. It is tried again, at last by a resumed run"
+_NOT_WRITTEN = "%s: NOT WRITTEN: %r. It is tried again, at the latest by a resumed run"
 
 
 class IterationTimer(HookBase):
     """Records the seconds of each iteration as ``time``, and logs at the end where the time went.
 
-    The log has the trainer's clock: the seconds in steps, evaluations and saves, also those before
+    It logs the trainer's clock: the seconds in steps, evaluations and saves, including those before
     the run was killed and resumed.
 
     Args:
-        warmup_iter: so many slower iterations at the start of a run are not recorded.
+        warmup_iter: the number of first iterations that are not recorded, since they are slower.
     """
 
     phase = "time"
@@ -46,7 +46,7 @@ class IterationTimer(HookBase):
         self._last = own
 
     def after_train(self) -> None:
-        """Log the parts of the time."""
+        """Log where the time went."""
         clock = self.trainer.clock
         parts = {"steps": clock.own, **clock.pauses}
         texts = [f"{name} {pretty_seconds(each)}" for name, each in parts.items()]
@@ -59,17 +59,19 @@ class IterationTimer(HookBase):
 
 
 class PeriodicWriter(HookBase):
-    """Lets writers write every ``period`` iterations, at the last one, and at a good end.
+    """Calls writers every ``period`` iterations, in the last one, and after a successful run.
 
     It runs before a checkpoint is saved, so the files are complete up to each checkpoint. A run
-    that fails writes no part of a period: the resumed run writes it whole. A full disk ends the run
-    only if it is full at the end. A writer that may fail (``EventWriter.may_fail``), such as a
-    tracker's, never ends it: each failure is logged, also at the end.
+    that fails does not write an unfinished period: the resumed run writes it whole. A full disk
+    ends the run only if it is still full at the end. A writer that may fail
+    (``EventWriter.may_fail``), such as a tracker's, never ends the run: each failure is logged,
+    also at the end.
 
     Args:
         writers: the writers, called in order.
-        period: in iterations, or like ``"1 epoch"``; 0 writes at the last one only. With
-            several ranks a multiple of the trainer's ``gather_metric_period``, for the losses.
+        period: in iterations, or like ``"1 epoch"``; 0 writes in the last iteration only. With
+            several ranks, use a multiple of the trainer's ``gather_metric_period``, after which
+            losses are known.
 
     Attributes:
         writers: the writers.
@@ -82,14 +84,14 @@ class PeriodicWriter(HookBase):
         self._period = Period(period)
 
     def before_train(self) -> None:
-        """Log the parts of the model; let the writers go on where the run starts."""
+        """Log the parts of the model; rewind the writers to where the run starts."""
         if hasattr(self.trainer, "model"):
             log_parts(self.trainer.model)
         for writer in self.writers:
             writer.rewind(self.trainer.start_iter)
 
     def after_step(self) -> None:
-        """Write where a period ends."""
+        """Write if a period ends."""
         if self._period.is_due_or_last(self.trainer):
             for writer in self.writers:
                 self._call(writer, writer.write)
@@ -110,8 +112,8 @@ class PeriodicWriter(HookBase):
         return [path for writer in self.writers for path in writer.run_files()]
 
     def after_train(self) -> None:
-        """Close all writers; after a good end they first write what came last."""
-        # Each is called even if another one fails.
+        """Close all writers; after a successful run they first write the latest metrics."""
+        # All are called even if one fails.
         with ExitStack() as stack:
             for writer in reversed(self.writers):
                 stack.callback(self._call, writer, writer.close)

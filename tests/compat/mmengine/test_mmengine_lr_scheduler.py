@@ -405,5 +405,7 @@ def test_a_rate_with_a_multiplier_and_another_schedule_is_refused() -> None:
     schedules = [LinearParamScheduler(1.0, 0.0), StepLR(trainer.optimizer, 2)]
     trainer.epoch_length = 2
     trainer.register_hooks([LRScheduler(scheduler=schedules)])
-    with pytest.raises(ValueError, match="multiplier sets lr alone"):
+    with pytest.raises(
+        ValueError, match="a multiplier must be the only schedule of lr"
+    ):
         trainer.train(0, 2)

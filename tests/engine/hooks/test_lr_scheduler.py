@@ -115,7 +115,7 @@ def test_the_log_says_how_many_steps_a_scheduler_takes_and_if_a_cosine_goes_up_a
         trainer.train(0, 6)
     assert f" takes {steps} steps in this run" in caplog.text
     assert f"(by_epoch={by_epoch})" in caplog.text
-    assert ("goes up again after T_max=2 steps" in caplog.text) is is_wave
+    assert ("rises again after T_max=2 steps" in caplog.text) is is_wave
 
 
 def test_the_log_has_the_rates_of_the_group_with_the_highest(
@@ -181,7 +181,7 @@ def test_a_plateau_that_takes_the_worst_accuracy_for_the_best_is_told(
     plateau = ReduceLROnPlateau(trainer.optimizer, mode)
     trainer.register_hooks([LRScheduler(scheduler=plateau, metric="val/accuracy")])
     trainer.train(0, 2)
-    assert ("mode='min' takes the worst 'val/accuracy'" in caplog.text) is is_told
+    assert ("mode='min' would take the worst 'val/accuracy'" in caplog.text) is is_told
 
 
 def test_without_a_schedule_the_rates_of_the_default_hooks_are_only_recorded(
@@ -383,7 +383,9 @@ def test_a_multiplier_beside_another_schedule_is_refused() -> None:
         [LRScheduler(scheduler=schedule), LRScheduler(scheduler=schedule)],
         [LRScheduler(scheduler=[schedule, ConstantParamScheduler(1.0)])],
     ):
-        with pytest.raises(ValueError, match="multiplier sets lr alone"):
+        with pytest.raises(
+            ValueError, match="a multiplier must be the only schedule of lr"
+        ):
             linear_trainer(*hooks).train(0, 2)
 
 

@@ -586,7 +586,7 @@ def test_a_file_stops_the_run_in_order_at_the_end_of_a_period(
     assert trainer.done == 5
     assert evaluated == [1]
     assert pointer(tmp_path) == "model_final.pth"
-    assert f"{tmp_path / 'stop'} is there. it is good enough" in caplog.text
+    assert f"{tmp_path / 'stop'} exists. it is good enough" in caplog.text
 
 
 def test_a_stop_file_in_any_encoding_stops_the_run_and_a_folder_does_not(
@@ -598,7 +598,7 @@ def test_a_stop_file_in_any_encoding_stops_the_run_and_a_folder_does_not(
     with caplog.at_level("INFO"):
         stopped.train(max_iter=6)
     assert stopped.done == 0
-    assert "stop is there. sch\N{REPLACEMENT CHARACTER}n genug" in caplog.text
+    assert "stop exists. sch\N{REPLACEMENT CHARACTER}n genug" in caplog.text
     (tmp_path / "folder" / "stop").mkdir(parents=True)
     trainer = preemptible(tmp_path / "folder")
     trainer.train(max_iter=6)

@@ -197,11 +197,11 @@ def failure_of(
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("gradient", "fc.weight.grad has"),
-        ("batch", "total_loss has"),
+        ("gradient", "fc.weight.grad is"),
+        ("batch", "total_loss is"),
         ("weight", "the sum of the bytes of its weights"),
-        ("buffer", "bn.running_mean has"),
-        ("loss", "loss_b has"),
+        ("buffer", "bn.running_mean is"),
+        ("loss", "loss_b is"),
     ],
 )
 def test_a_bit_that_flips_ends_the_run_before_the_update(what: str, named: str) -> None:
@@ -253,7 +253,7 @@ def test_each_of_two_ranks_is_named_by_both_and_good_ones_keep_their_bits() -> N
             other = "(total_loss|loss_a)"
         assert f"rank {rank}: {own}" in text
         if other:
-            assert re.search(f"rank {1 - rank}: {other} has", text)
+            assert re.search(f"rank {1 - rank}: {other} is", text)
         else:
             assert f"rank {1 - rank}" not in text
 
@@ -318,7 +318,7 @@ def test_what_cannot_be_computed_twice_is_refused() -> None:
     wrappers = OptimWrapperDict(one=plain(gan.one), two=plain(gan.two))
     for trainer in (StepTrainer(gan, batches(2), wrappers), Idle()):
         trainer.register_hooks([ReplayCheck(5)])
-        with pytest.raises(TypeError, match="step of its own"):
+        with pytest.raises(TypeError, match="its own step"):
             trainer.train(max_iter=2)
 
 
@@ -367,7 +367,7 @@ def test_a_shard_that_is_not_that_of_its_replica_is_named() -> None:
     assert healthy == ("", 20)
     # Of two replicas either may be wrong, and one of them is named.
     for (text, updates), rank in ((of_first, 0), (of_second, 1)):
-        assert f"the weights of the ranks [{rank}] are not" in text
+        assert f"the weights of the ranks [{rank}] differ" in text
         assert updates == 6
 
 
@@ -385,7 +385,7 @@ def weights_of_one_rank() -> list[tuple[str, int]]:
 def test_weights_that_are_not_exchanged_may_differ_and_others_are_compared() -> None:
     healthy, drifted = run_ranks(weights_of_one_rank, 2)[0]
     assert healthy == ("", 20)
-    assert "the weights of the ranks [0] are not" in drifted[0]
+    assert "the weights of the ranks [0] differ" in drifted[0]
 
 
 class Counting(Noisy):

@@ -111,8 +111,8 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_is_told_by_its_parts(
 @pytest.mark.parametrize(
     ("stop_at", "is_sharded", "best"),
     [
-        (-1, False, "The best accuracy is 9, of iteration 2, in model_best.pth"),
-        (3, True, "The best accuracy is 9, of iteration 2, in model_best"),
+        (-1, False, "The best accuracy is 9, from iteration 2, in model_best.pth"),
+        (3, True, "The best accuracy is 9, from iteration 2, in model_best"),
     ],
 )
 def test_the_best_model_is_named_at_the_end(
@@ -465,7 +465,7 @@ def test_a_metric_that_is_put_after_the_writers_is_told_of_once(
     trainer.register_hooks([evaluation])
     with caplog.at_level(logging.INFO):
         trainer.train(0, 6)
-    told = [m for m in caplog.messages if "put after the writers" in m]
+    told = [m for m in caplog.messages if "recorded after the writers" in m]
     assert len(told) == is_late
     assert all(repr(name) in m for m in told)
     rows = load_json_metrics(tmp_path / "metrics.json")
@@ -482,7 +482,7 @@ def test_no_metric_is_late_in_a_run_that_goes_back_to_an_iteration_that_was_writ
         trainer.train(0, 4)
         trainer.load_state_dict({**trainer.state_dict(), "iteration": 1})
         trainer.train(max_iter=4)
-    assert "put after the writers" not in caplog.text
+    assert "recorded after the writers" not in caplog.text
 
 
 @pytest.mark.parametrize("stops_at", [None, 4])
