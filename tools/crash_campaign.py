@@ -546,6 +546,19 @@ def named_in(store: str) -> Any:
     return json.loads(system.cat_file(f"{root}/{pointers[0]}")) if pointers else []
 
 
+def preload_forkserver(*further: str) -> None:
+    """Let the fork server import what each run needs, and wait for it."""
+    modules = (
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "hooktrain.checkpoint.folders",
+    )
+    CONTEXT.set_forkserver_preload([*modules, "crash_faults", *further])
+    first = CONTEXT.Process(target=int)
+    first.start()
+    first.join()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -573,19 +586,7 @@ if __name__ == "__main__":
         "--s3", action="store_true", help="with --lose-machine: the store speaks S3"
     )
     options = parser.parse_args()
-    CONTEXT.set_forkserver_preload(
-        [
-            "torch._dynamo",
-            "torch.utils.tensorboard",
-            "hooktrain.checkpoint.folders",
-            "crash_faults",
-            *["s3fs"] * options.s3,
-        ]
-    )
-    # The first process waits for these imports, and none of a run should.
-    first = CONTEXT.Process(target=int)
-    first.start()
-    first.join()
+    preload_forkserver(*["s3fs"] * options.s3)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
     kind: Any = LostMachines if options.lose_machine else Campaign
