@@ -414,6 +414,14 @@ def test_what_has_changed_its_type_or_left_the_state_takes_no_memory_of_others()
     assert len(memory) == 2
 
 
+def test_a_part_with_the_address_of_the_whole_has_memory_of_its_own() -> None:
+    whole = torch.arange(6.0)
+    copied, memory = copy_to_host([whole, whole[:2]], {}, False)
+    again, _ = copy_to_host([whole, whole[:2]], memory, False)
+    for each in (copied, again):
+        assert_equal(each, [torch.arange(6.0), torch.arange(2.0)])
+
+
 def test_views_of_one_memory_and_sparse_tensors_are_copied_as_they_are() -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     state = [

@@ -19,9 +19,12 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import (
     archive_folder,
     checkpoint_names,
+    delete_after_verifying,
     files_to_delete,
     names_to_resume,
+    pointed_iteration,
     put_aside,
+    write_iteration,
 )
 from hooktrain.compat.detectron2 import PeriodicCheckpointer
 from hooktrain.engine import SimpleTrainer, hooks
@@ -317,6 +320,50 @@ def test_a_used_folder_is_renamed_whole(tmp_path: Path) -> None:
         assert resumed(tmp_path / aside) == iteration
     lock_folder(folder)
     assert (folder / ".lock").exists()  # the lock is not that of the renamed folder
+
+
+@pytest.mark.parametrize("initial", ["~/out/model_0000009.pth", "out/../out/x.pth"])
+def test_a_folder_with_the_weights_to_start_from_is_not_renamed(
+    initial: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "out", "model_0000009", 9)
+    with pytest.raises(ValueError, match=f"init_checkpoint='{initial}'"):
+        archive_folder(tmp_path / "out", initial)
+    assert resumed(tmp_path / "out") == 9
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_told_and_the_others_go(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unlink = Path.unlink
+
+    def refuse(path: Path, **options: bool) -> None:
+        if path.name == "model_0000009.pth":
+            raise OSError("is busy")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    delete_after_verifying(str(folder / "model_0000029.pth"), names(9, 19))
+    assert checkpoint_names(folder) == [*names(9, 29), "model_best.pth"]
+    assert "is busy" in caplog.text
+
+
+def test_a_broken_final_file_is_tried_after_all_others(folder: Path) -> None:
+    path = save(folder, "model_final", 39)
+    path.write_bytes(path.read_bytes()[:100])
+    (folder / "last_checkpoint").unlink()
+    assert names_to_resume(folder) == [*names(29, 19, 9), "model_final.pth"]
+
+
+def test_a_final_checkpoint_without_an_iteration_has_no_limit(tmp_path: Path) -> None:
+    assert pointed_iteration(tmp_path, "model_final.pth") is None
+    write_iteration(tmp_path, None)
+    assert pointed_iteration(tmp_path, "model_final.pth") is None
+    write_iteration(tmp_path, 39)
+    assert pointed_iteration(tmp_path, "model_final.pth") == 39
+    assert pointed_iteration(tmp_path, "") is None
 
 
 def test_a_folder_without_checkpoints_stays(tmp_path: Path) -> None:

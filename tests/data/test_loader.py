@@ -323,6 +323,8 @@ def test_what_makes_batches_another_way_is_refused_with_the_way_to_go() -> None:
         build_train_loader(data, total_batch_size=2, sampler=batches)
     with pytest.raises(TypeError, match=r"single indices.*\[\[0, 1\]\]"):
         build_train_loader(data, total_batch_size=2, batch_sampler=[[0, 1]])
+    with pytest.raises(ValueError, match=r"total_batch_size must be .* 1, but got 0"):
+        build_train_loader(data, total_batch_size=0)
     with pytest.raises(ValueError, match=r"seed=5.*6"):
         make(sampler=TrainingSampler(10, seed=6))
     with pytest.raises(TypeError, match="'transform'") as error:
@@ -340,6 +342,8 @@ def test_the_test_loader_reads_each_sample_once() -> None:
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     mapped = build_test_loader(data, mapper=lambda i: 2 * i)
     assert [int(batch) for batch in mapped] == list(range(0, 20, 2))
+    chosen: Any = build_test_loader(data, sampler=[7, 2])  # type: ignore[arg-type]
+    assert [int(batch) for batch in chosen] == [7, 2]
 
 
 def two_ranks() -> tuple[Tensor, Tensor, list[int], str]:
@@ -446,6 +450,15 @@ def test_ranks_that_compute_one_batch_together_read_the_same() -> None:
 def test_a_stream_is_read_in_its_own_order() -> None:
     loader = build_train_loader(Stream(), total_batch_size=2, drop_last=True)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def batch_of_a_stream() -> list[int]:
+    return next(iter(build_train_loader(Stream(), total_batch_size=4))).tolist()
+
+
+def test_ranks_share_a_batch_of_streams() -> None:
+    assert batch_of_a_stream() == [0, 1, 2, 3]
+    assert run_ranks(batch_of_a_stream, 2) == [[0, 1]] * 2
 
 
 class Jumping(IterableDataset[Tensor]):

@@ -41,6 +41,20 @@ def test_of_bad_iterations_far_apart_the_first_is_named() -> None:
         recorder.check(9)
 
 
+def test_a_loss_may_come_in_some_iterations_only() -> None:
+    recorder = LossRecorder(EventStorage())
+    recorder.record(0, {"loss_a": 1.0}, 0.0, None, check_now=False)
+    recorder.record(1, {"loss_b": 1.0, "accuracy": math.nan}, 0.0, None)
+    recorder.check(2)
+
+
+def test_the_sum_comes_before_its_parts() -> None:
+    storage = EventStorage()
+    LossRecorder(storage).record(0, {"loss_a": 1.0, "loss_b": 2.0}, 0.0)
+    assert list(storage.histories()) == ["total_loss", "loss_a", "loss_b", "data_time"]
+    assert storage.history("total_loss").latest() == 3.0
+
+
 def test_a_total_of_any_name_is_checked_and_all_losses_are_told() -> None:
     recorder = LossRecorder(EventStorage())
     losses = {"objective": math.nan, "loss_a": 2.0}
@@ -215,9 +229,11 @@ def test_each_iteration_of_a_period_may_be_tolerated() -> None:
         recorder.tolerate(i)
         recorder.record(i, {"loss": math.nan}, 0.0, None, check_now=False)
     recorder.check(3)
-    recorder.record(3, {"loss": math.nan}, 0.0, None, check_now=False)
-    with pytest.raises(FloatingPointError, match="iteration=3!"):
-        recorder.check(4)
+    recorder.tolerate(3)
+    recorder.check(4)
+    recorder.record(4, {"loss": math.nan}, 0.0, None, check_now=False)
+    with pytest.raises(FloatingPointError, match="iteration=4!"):
+        recorder.check(5)
 
 
 def test_memory_of_tolerated_iterations_does_not_grow() -> None:

@@ -92,7 +92,7 @@ class Preemption(HookBase):
     def before_train(self) -> None:
         """Install the handlers."""
         self.checkpointer.saved_iteration = None  # one of an earlier run does not count
-        self._next_exchange = self.trainer.start_iter + 1
+        self._next_exchange = 0
         self._process = os.getpid()
         folder = self.checkpointer.save_dir if comm.is_main_process() else ""
         self._stop_file = folder and os.path.join(folder, STOP_FILE)
