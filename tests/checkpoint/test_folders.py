@@ -414,6 +414,51 @@ def test_what_has_changed_its_type_or_left_the_state_takes_no_memory_of_others()
     assert len(memory) == 2
 
 
+def test_files_of_several_megabytes_are_verified_to_their_end(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(400_000.0).double()}}
+    save_folder(state, tmp_path / "a")
+    assert_equal(read_checkpoint(str(tmp_path / "a")), state)
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    for place in (1000, 3_000_000):
+        raw = bytearray(file.read_bytes())
+        raw[place] ^= 1
+        file.write_bytes(raw)
+        with pytest.raises(CorruptCheckpointError, match="altered"):
+            CheckpointFolder(tmp_path / "a").verify()
+        raw[place] ^= 1
+        file.write_bytes(raw)
+
+
+def test_each_part_of_a_folder_is_verified_on_its_own(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", 1)
+    (folder / "__0_0.distcp").write_bytes(b"")
+    found = []
+    for part in range(3):
+        try:
+            CheckpointFolder(folder).verify(part, 3)
+        except CorruptCheckpointError:
+            found.append(part)
+    assert found == [1]
+
+
+def test_a_folder_without_a_part_of_a_tensor_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        folders, "_is_to_be_written", lambda name, tensor: name != "model.w"
+    )
+    with pytest.raises(ValueError, match=r"model\.w"):
+        save(tmp_path / "a", 1)
+    assert names(tmp_path) == []
+
+
+def test_a_sparse_tensor_that_changes_later_does_not_change_its_copy() -> None:
+    sparse = torch.eye(2).to_sparse()
+    (copied,), _ = copy_to_host([sparse], {}, False)
+    sparse.mul_(2)
+    assert torch.equal(copied.to_dense(), torch.eye(2))
+
+
 def test_a_part_with_the_address_of_the_whole_has_memory_of_its_own() -> None:
     whole = torch.arange(6.0)
     copied, memory = copy_to_host([whole, whole[:2]], {}, False)

@@ -350,6 +350,14 @@ def test_a_checkpoint_that_cannot_be_deleted_is_told_and_the_others_go(
     assert "is busy" in caplog.text
 
 
+def test_files_that_mmengine_numbers_by_epochs_are_resumed(tmp_path: Path) -> None:
+    for epoch in (9, 10):
+        save(tmp_path, f"epoch_{epoch}", epoch)
+    (tmp_path / "last_checkpoint").unlink()
+    assert names_to_resume(tmp_path) == ["epoch_10.pth", "epoch_9.pth"]
+    assert resumed(tmp_path) == 10
+
+
 def test_a_broken_final_file_is_tried_after_all_others(folder: Path) -> None:
     path = save(folder, "model_final", 39)
     path.write_bytes(path.read_bytes()[:100])

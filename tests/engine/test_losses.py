@@ -48,6 +48,16 @@ def test_a_loss_may_come_in_some_iterations_only() -> None:
     recorder.check(2)
 
 
+def test_one_of_several_ranks_does_not_end_before_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    recorder = LossRecorder(EventStorage())
+    recorder.record(0, {"loss": math.nan}, 0.0)  # the other would wait for it
+    with pytest.raises(FloatingPointError, match="iteration=0!"):
+        recorder.check(1)  # as for a state that is to be saved
+
+
 def test_the_sum_comes_before_its_parts() -> None:
     storage = EventStorage()
     LossRecorder(storage).record(0, {"loss_a": 1.0, "loss_b": 2.0}, 0.0)

@@ -169,7 +169,7 @@ class Preemption(HookBase):
                 return
             trainer.synchronize()  # host-device synchronisation
         mean = max(trainer.clock.agreed / trainer.done, 1e-6)  # seconds of an iteration
-        self._next_exchange = trainer.done + max(int(_ASK_SECONDS / mean), 1)
+        self._next_exchange = trainer.done + int(_ASK_SECONDS / mean)
 
     def _look_for_stop_file(self) -> None:
         path = self._stop_file

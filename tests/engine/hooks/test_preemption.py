@@ -232,6 +232,23 @@ def test_a_stop_that_somebody_else_asks_for_is_no_preemption(
     assert pointer(tmp_path) == "model_final.pth"
 
 
+def test_a_signal_saves_also_if_stderr_is_closed(tmp_path: Path) -> None:
+    def ask(trainer: Any) -> None:
+        stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 2)  # what is written there fails
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os.close(nowhere)
+
+    trainer = preemptible(tmp_path, CallbackHook(after_backward=ask))
+    with pytest.raises(SystemExit):
+        trainer.train(max_iter=2)
+    assert pointer(tmp_path) == "model_0000000.pth"
+
+
 def test_a_second_signal_ends_at_once_by_the_handlers_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
