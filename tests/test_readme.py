@@ -331,7 +331,7 @@ def trained_in_turns(program: str) -> list[float]:
 
 
 def test_the_model_of_the_guide_that_owns_its_step_is_the_same_on_two_ranks() -> None:
-    own, with_ranks = programs(PAGES["own-step.md"])
+    own, with_ranks, _ = programs(PAGES["own-step.md"])
     first, second = run_ranks(trained_in_turns, 2, own + with_ranks)
     assert first == second
     assert first != trained_in_turns(own + with_ranks)
