@@ -1,29 +1,29 @@
-"""Disturb real trainings at random, again and again: do all of them end as if nothing had happened?
+"""Disturb real training runs at random, and check that they end like undisturbed ones.
 
     python tools/crash_campaign.py --faults 200
 
-A try is a training of one of the scripts in tools/crash_scripts.py, with one to four ranks, with or
-without loader workers, with files or folders of shards, in the foreground or the background. It
-runs in child processes, which tools/crash_faults.py starts and disturbs. Half of the tries, but for
-those of detectron2's script, compute in bfloat16 and accumulate gradients. The core's script also
-reads a stream in half of its tries, stops early in half of them, and in half of them it divides the
-model among its ranks (FSDP). Four ranks that write folders divide it twice, two by two (HSDP).
-``--ranks 3 4`` draws these numbers only, one as often as the other; else one rank or two are drawn
-in two thirds of the tries. Faults strike a run one after the other; after each the same command
-goes on. In the end its weights, its optimizer, its hooks, its best model and its rows of metrics
-must be those of an undisturbed run, bit for bit, with no process and no temporary file left. And
-the log has to say so: each resume compares the rows that it cuts with those that it computes again.
-Everything random is drawn from ``--seed`` and the number of the try; only the moments at which the
-operating system acts on it differ.
+A try trains one of the scripts in tools/crash_scripts.py, with one to four ranks, with or without
+loader workers, with files or folders of shards, in the foreground or the background. It runs in
+child processes, which tools/crash_faults.py starts and disturbs. Half of the tries, except those of
+detectron2's script, compute in bfloat16 and accumulate gradients. The core's script also reads a
+stream in half of its tries, stops early in half of them, and shards the model in half of them
+(FSDP). Four ranks that write folders shard it in two groups of two (HSDP). ``--ranks 3 4`` draws
+only these numbers, with equal probability; by default one or two ranks are drawn in two thirds of
+the tries. Faults strike a run one after the other, and after each the same command continues the
+run. At the end its weights, optimizer, hooks, best model and rows of metrics must equal those of an
+undisturbed run, bit for bit, with no process and no temporary file left. The log must say so too:
+each resume compares the rows that it truncates with those that it computes again. All random
+choices are drawn from ``--seed`` and the number of the try; only the moments at which the operating
+system acts on them differ.
 
 With ``--lose-machine`` the scripts have a store beside their disk. The faults are those of
 machines: the processes are killed and the folder is deleted, at any time or at a request to the
-store; requests fail or are slow; another machine goes on with the run while the first one still
-does. In the end the store alone must hold the run, and nothing that rotation should have taken. In
-every third try the machines have 4, 3, 2 or 1 ranks, with DDP or FSDP; then the samples and the
-rows are compared. Every third try is of a script that uses compat's trainers. The store is a
-folder; with ``--s3`` it is a server that speaks S3, behind a proxy that also cuts requests and
-answers, sends requests twice and lists late (``pip install -e '.[store-server]'``).
+store; requests fail or are slow; another machine continues the run while the first one is still
+training. At the end the store alone must hold the run, without files that rotation should have
+deleted. In every third try the machines have 4, 3, 2 or 1 ranks, with DDP or FSDP; then the samples
+and the rows are compared. Every third try is of a script that uses compat's trainers. The store is
+a folder; with ``--s3`` it is an S3 server, behind a proxy that also truncates requests and answers,
+repeats requests and lists late (``pip install -e '.[store-server]'``).
 """
 
 import argparse
@@ -70,7 +70,7 @@ from hooktrain.events import load_json_metrics
 
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
-# Faults by their name: how often each is drawn.
+# The weight with which each fault is drawn.
 FAULTS = {
     "SIGKILL to all processes": 6,
     "SIGKILL to all processes, and the disk of one rank was slow": 2,
@@ -88,7 +88,7 @@ FAULTS = {
     "all processes are suspended": 0.1,
 }
 
-# Those of a campaign that loses machines.
+# The faults of a campaign that loses machines.
 MACHINE_FAULTS = {
     "the machine is lost": 4,
     "the machine is lost at a request to the store": 4,
@@ -105,8 +105,8 @@ S3_FAULTS = {
     "the machine is lost, and the store listed late": 2,
 }
 
-# Every other try is of a script that uses compat. These are shorter, so they suffer less than half
-# of the faults, and more than a third.
+# Every other try is of a script that uses compat. These are shorter, so they get less than half of
+# the faults, but more than a third.
 TURNS = ("core", "DefaultTrainer", "core", "StepTrainer", "core", "own loop")
 
 # One of them is drawn for each try.
@@ -114,8 +114,8 @@ RANKS = (1, 1, 2, 2, 3, 4)
 
 
 def outcome(folder: Path) -> Any:
-    """What an undisturbed run and a disturbed one must have in common."""
-    # Not by the pointer: a fault may have damaged that when the run was complete.
+    """The outcome in which a disturbed run must equal an undisturbed one."""
+    # Not by the pointer, which a fault may have damaged after the run was complete.
     last = [*folder.glob("model_final*"), *folder.glob(f"iter_{ITERATIONS}*")]
     state = read_checkpoint(str(last[0]))
     for name in ("meta", "storage"):  # the date, and metrics that are times
@@ -137,7 +137,7 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 
 
 def proof_problem(said: str) -> str:
-    """What is wrong with what the resumes of a try have said of the rows they computed again."""
+    """The problem, if any, that the resumes of a try report about the rows they computed again."""
     _, cut, of_last = said.rpartition("which this run computes again and compares: ")
     if "Not resumed exactly" in said:
         return "a resume found rows that differ"
@@ -148,7 +148,7 @@ def proof_problem(said: str) -> str:
 
 
 def where_they_part(undisturbed: Path, folder: Path, ranks: int) -> str:
-    """What tools/compare.py says of two runs of the configuration."""
+    """The report of tools/compare.py about two runs of the configuration."""
     tool = Path(__file__).with_name("compare.py")
     command = [sys.executable, tool, undisturbed, folder, f"--ranks={ranks}"]
     return subprocess.run(
@@ -160,10 +160,10 @@ class Campaign:
     """The tries and their results.
 
     Args:
-        seed: of all that is random.
-        faults: how many must have struck.
-        folder: for the runs.
-        rounds: the fewest and the most faults that are drawn for a try.
+        seed: the seed of all random choices.
+        faults: the number of faults that must strike.
+        folder: the folder for the runs.
+        rounds: the smallest and the largest number of faults in a try.
         ranks: the numbers of ranks, of which one is drawn for each try.
     """
 
@@ -185,9 +185,10 @@ class Campaign:
         self._lock = threading.Lock()
 
     def undisturbed(self, variant: Variant) -> tuple[Path, Any, float]:
-        """The folder and outcome of a variant that is not disturbed, and the seconds it takes.
+        """The folder and outcome of an undisturbed run of a variant, and its seconds.
 
-        It depends neither on where a checkpoint is written nor, but for a stream, on workers.
+        The outcome depends neither on where a checkpoint is written nor, except for a stream, on
+        workers.
         """
         workers = variant.workers if variant.streams else 0
         fsdp = variant.fsdp and variant.ranks > 1
@@ -205,7 +206,7 @@ class Campaign:
             return self._undisturbed[variant]
 
     def variant(self, number: int, folder: Path, draw: random.Random) -> Variant:
-        """What a try trains."""
+        """The variant that a try trains."""
         flags = (False, True)
         script = TURNS[number % len(TURNS)]
         # Streams, early stops and the choice of FSDP are the core's.
@@ -218,19 +219,19 @@ class Campaign:
     def disturb(
         self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
     ) -> tuple[int, bool]:
-        """Start a run that a fault strikes; its exit code, and whether it was hit."""
+        """Start a run and disturb it; return its exit code, and whether the fault struck."""
         code, hit = run(folder, variant, fault, seconds, draw)
         if hit and "damaged" in fault and folder.is_dir():
             damage(folder, fault, draw)
         return code, hit
 
     def last_run(self, folder: Path, variant: Variant) -> int:
-        """Start it once more, to its end; its exit code."""
+        """Start the run once more, to its end; return its exit code."""
         code, _ = run(folder, variant)
         return code
 
     def comparable(self, outcome: Any, variant: Variant) -> Any:
-        """What of an outcome is that of an undisturbed run."""
+        """The part of an outcome that must equal that of an undisturbed run."""
         return outcome
 
     def left(self, folder: Path, variant: Variant) -> list[str]:
@@ -238,12 +239,12 @@ class Campaign:
         return [path.name for path in folder.rglob("*") if ".tmp-" in path.name]
 
     def forget(self, folder: Path, variant: Variant) -> None:
-        """Delete what a try that has survived leaves."""
+        """Delete the files of a try that has survived."""
         shutil.rmtree(folder)
         Path(f"{folder}.log").unlink()
 
     def attempt(self, number: int) -> None:
-        """One try: some faults, then to the end."""
+        """Make one try: some faults, then a run to the end."""
         draw = random.Random(f"{self.seed} {number}")
         folder = self.folder / f"try-{number}"
         variant = self.variant(number, folder, draw)
@@ -262,22 +263,22 @@ class Campaign:
                     break
             code = self.last_run(folder, variant)
             if code != 0:
-                raise LostRunError(f"it does not go on: exit code {code}")
+                raise LostRunError(f"it does not continue: exit code {code}")
             of_both = [
                 self.comparable(each, variant) for each in (outcome(folder), expected)
             ]
             different = differences(*of_both)
             said = log.read_bytes()
             excused: tuple[str, ...] = ()
-            # Rows that a full disk refused, or that a run cut off before its pointer was damaged.
+            # A full disk refused rows, or a run truncated them before its pointer was damaged.
             if b"NOT WRITTEN" in said or b"METRICS ARE LOST" in said:
                 excused += (".rows",)
             of_best = ".trainer.hooks.BestCheckpointer."
-            # A best model that a full disk refused: an earlier one stays the best that is there.
+            # A full disk refused a best model, so an earlier one remains.
             if b"the next best tries again" in said:
                 excused += (".best", of_best)
-            # Where the last checkpoint of a complete run is damaged, its end is made again, and
-            # knows of the best model of the final evaluation.
+            # If the last checkpoint of a complete run is damaged, the run's end is repeated, with
+            # knowledge of the best model of the final evaluation.
             if re.search(rb"Passing over the checkpoint \S+model_final", said):
                 excused += (of_best,)
             different = [path for path in different if not path.startswith(excused)]
@@ -314,7 +315,7 @@ class Campaign:
         return tabulate([*rows, ("all", *sums)], headers=["fault", *SCRIPTS, "all"])
 
     def go(self, jobs: int) -> None:
-        """Try until there were enough faults."""
+        """Make tries until enough faults have struck."""
         numbers = iter(range(1_000_000))
 
         def work() -> None:
@@ -329,11 +330,11 @@ class Campaign:
                 for thread in threads:
                     thread.result()
             except KeyboardInterrupt:
-                self.faults = 0  # the tries that run are the last
+                self.faults = 0  # no new tries
 
 
 class LostMachines(Campaign):
-    """Tries whose machines are lost, and their store stays."""
+    """Tries in which machines are lost, and only the store remains."""
 
     kinds: ClassVar = MACHINE_FAULTS
 
@@ -359,7 +360,7 @@ class LostMachines(Campaign):
         return f"file://{folder}-store", 0
 
     def disturber(self, fault: str, variant: Variant, draw: random.Random) -> Any:
-        """What disturbs the requests to the store, if the fault is one of them."""
+        """The object that disturbs requests to the store, if the fault is of that kind."""
         folder = variant.store.removeprefix("file://")
         if "slow" in fault:
             return AtCall(0, folder=folder, seconds=0.03)
@@ -369,9 +370,9 @@ class LostMachines(Campaign):
         return None
 
     def comparable(self, outcome: Any, variant: Variant) -> Any:
-        """With other numbers of ranks only the samples are the same.
+        """With different numbers of ranks only the samples are the same.
 
-        In detectron2's order of hooks the final evaluation comes behind the last upload.
+        In detectron2's order of hooks the final evaluation comes after the last upload.
         """
         if variant.script == "DefaultTrainer":
             last = {"iteration": ITERATIONS - 1}.items()
@@ -406,7 +407,7 @@ class LostMachines(Campaign):
     def two_machines(
         self, folder: Path, variant: Variant, seconds: float, draw: Any
     ) -> tuple[int, bool]:
-        """Let another machine begin while the first one trains, which must end then."""
+        """Start another machine while the first one is training; the first one must end then."""
         first = CONTEXT.Process(target=train, args=(str(folder), variant, None))
         log = Path(f"{folder}.log")
         before = log.stat().st_size
@@ -420,7 +421,7 @@ class LostMachines(Campaign):
         if first.exitcode != 0 and not stops:
             raise LostRunError("the first of two machines ends with another error")
         said = Path(f"{other}.log").read_bytes()
-        # It has found nothing in the store to go on with, and then a run was there.
+        # It has found nothing to resume from in the store, but then a run appeared there.
         is_late = b"there is a run in the store" in said
         if code != 0 and (stops or not (is_late or taken in said)):
             raise LostRunError("the second of two machines ends with an error")
@@ -430,7 +431,7 @@ class LostMachines(Campaign):
         return code, stops
 
     def damage(self, store: str, draw: random.Random) -> None:
-        """Cut or alter a file of the newest checkpoint, if there is one before it."""
+        """Truncate or alter a file of the newest checkpoint, if there is an earlier one."""
         system, root = fsspec.url_to_fs(store)
         checkpoints = [each for each in named_in(store) if each["iteration"] >= 0]
         if len(checkpoints) > 1:
@@ -445,14 +446,14 @@ class LostMachines(Campaign):
             system.pipe_file(path, bytes(content))
 
     def last_run(self, folder: Path, variant: Variant) -> int:
-        """Start it to its end; then only what the store has of it counts."""
+        """Start the run to its end; afterwards only its files in the store count."""
         code = super().last_run(folder, variant)
         shutil.rmtree(folder)
         next(Store(variant.store, folder).names_to_resume([]), None)
         return code
 
     def left(self, folder: Path, variant: Variant) -> list[str]:
-        """Also what the pointer of the store does not name."""
+        """Also the files that the pointer of the store does not name."""
         there = names_in(variant.store)
         named = set(there[-1:])  # the pointer
         for saved in named_in(variant.store):
@@ -468,10 +469,10 @@ class LostMachines(Campaign):
 
 
 class S3Machines(LostMachines):
-    """The same with a server that speaks S3 as the store.
+    """The same with an S3 server as the store.
 
     Args:
-        port: of the server.
+        port: the port of the server.
         args: see the base class.
         kwargs: see the base class.
     """
@@ -563,9 +564,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--faults", type=int, default=100, help="how many must have struck"
-    )
+    parser.add_argument("--faults", type=int, default=100, help="the number of faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="TRY", help="repeat this try alone")
     parser.add_argument(
@@ -573,17 +572,17 @@ if __name__ == "__main__":
         type=int,
         nargs="+",
         default=RANKS,
-        help="of which each try draws one",
+        help="each try draws one of these",
     )
     parser.add_argument("--jobs", type=int, default=1, help="tries at the same time")
     parser.add_argument(
-        "--folder", type=Path, help="for the runs; those that fail stay there"
+        "--folder", type=Path, help="for the runs; failed runs are kept"
     )
     parser.add_argument(
         "--lose-machine", action="store_true", help="machines with stores are lost"
     )
     parser.add_argument(
-        "--s3", action="store_true", help="with --lose-machine: the store speaks S3"
+        "--s3", action="store_true", help="with --lose-machine: an S3 store"
     )
     options = parser.parse_args()
     preload_forkserver(*["s3fs"] * options.s3)

@@ -1,19 +1,19 @@
-"""Estimate the memory and the messages of one rank, before there is one.
+"""Estimate the memory and the messages of one rank without running it.
 
     hooktrain train --config-file FILE --dry-run --ranks 64 --device-memory 80GiB
 
 The parts of the configuration are built as in a run, and the trainer makes real iterations, but all
-tensors are torch's fakes: they have types, shapes and a device, and no numbers, so a model of any
-size fits and a step takes as long as its Python code. The process group is torch's fake one, in
-which this process is rank 0 and the others never answer (`Rank` in estimate_rank.py). So what is
-counted is what the model, DistributedDataParallel, fully_shard and the optimizer themselves do:
+tensors are torch's fake tensors: they have types, shapes and a device, but no values, so a model of
+any size fits and a step takes only the time of its Python code. The process group is torch's fake
+one, in which this process is rank 0 and the others never answer (`Rank` in estimate_rank.py). So
+the real work of the model, DistributedDataParallel, fully_shard and the optimizer is counted:
 
-- each operation hands its results to `Watch` in estimate_watch.py, which adds up the storages that
-  are alive. The second iteration finds the peak, since the optimizer has its state by then, and the
-  third one looks at this moment whose bytes they are;
+- `Watch` in estimate_watch.py gets the results of each operation, and adds up the storages that are
+  alive. The second iteration finds the peak, since the optimizer has its state by then, and the
+  third one attributes the bytes at that moment;
 - each collective goes through `Watch` too, with its tensors and its group.
 
-Private names of torch are used in these three files only.
+Private names of torch are used only in these three files.
 """
 
 import math
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from hooktrain.strategy import choose_device
 from hooktrain.utils.tensors import map_leaves
 
-MOST_SAMPLES = 2**20  # to look for in a batch of a rank
+MOST_SAMPLES = 2**20  # the largest batch of a rank to try
 
 UNKNOWN = """
 Not in these figures:
@@ -50,7 +50,7 @@ def estimate(cfg: Any, ranks: int = 1, device_memory: str = "") -> None:
         device_memory: the memory of a device, such as "80GiB", to say whether the rank fits.
 
     Raises:
-        ValueError: for a number of ranks below 1, or a ``device_memory`` of another form.
+        ValueError: if ``ranks`` is below 1, or ``device_memory`` has another form.
         DataDependentError: if the model's code reads the values of a tensor.
     """
     if ranks < 1:
@@ -96,7 +96,7 @@ def print_messages(messages: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def print_fit(rank: Rank, peak: int, limit: int) -> None:
-    """Print whether a rank with this peak fits into a memory, and the largest batch that does."""
+    """Print whether a rank with this peak fits into the memory, and the largest batch that does."""
     needed = max(peak, rank.building)
     verdict = "fits" if needed <= limit else "does not fit"
     print(f"\nIt {verdict} into {in_words(limit)}: {needed / limit:.0%}")
@@ -117,11 +117,11 @@ def print_fit(rank: Rank, peak: int, limit: int) -> None:
 
 
 def largest_batch(rank: Rank, limit: int, peak: int) -> int:
-    """The largest batch of a rank whose peak is within a limit in bytes; 0 for none.
+    """The largest batch of a rank whose peak is within a limit in bytes; 0 if none is.
 
-    Most models take the same memory for each further sample, so the line through two sizes points
-    at the largest one, and a few iterations find it. If the update takes more than small batches
-    do, the sizes double first.
+    Most models take the same memory for each additional sample, so the line through two sizes
+    points at the largest one, and a few iterations find it. If the update takes more memory than
+    small batches, the sizes are doubled first.
 
     Args:
         rank: the rank.
@@ -160,7 +160,7 @@ def batch_size(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its tensors, or its length.
 
     Raises:
-        ValueError: if the tensors differ in it.
+        ValueError: if the tensors have different sizes.
     """
     if isinstance(batch, list) and not isinstance(batch[0], Tensor):
         return len(batch)  # a list of samples
@@ -168,7 +168,7 @@ def batch_size(batch: Any) -> int:
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
             f"the first dimensions of the batch's tensors differ, {sorted(map(tuple, sizes))}, so "
-            "it is not known how larger batches look"
+            "the shapes of larger batches are unknown"
         )
     return int(sizes.pop()[0])
 
@@ -188,14 +188,14 @@ def resized(batch: Any, size: int, new: int, fakes: FakeTensorMode) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text such as "80GiB" or "24 GB".
+    """Parse a size such as "80GiB" or "24 GB" into bytes.
 
     Raises:
-        ValueError: for another text.
+        ValueError: for any other text.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", text.strip())
     if found is None:
-        raise ValueError(f"a size of memory is like '80GiB' or '24GB', not {text!r}")
+        raise ValueError(f"a memory size must be like '80GiB' or '24GB', not {text!r}")
     number, unit, is_binary = found.groups()
     return round(
         float(number) * (1024 if is_binary else 1000) ** ("KMGT".index(unit) + 1)
@@ -203,7 +203,7 @@ def parse_size(text: str) -> int:
 
 
 def in_words(size: int) -> str:
-    """A number of bytes with three digits."""
+    """Format a number of bytes with three digits."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"

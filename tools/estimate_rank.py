@@ -1,4 +1,4 @@
-"""The trainer of a configuration as one of many ranks, whose tensors are fakes; see estimate.py."""
+"""The trainer of a configuration as one of many ranks, with fake tensors; see estimate.py."""
 
 import gc
 import linecache
@@ -41,7 +41,7 @@ _swap = torch.utils.swap_tensors
 
 
 def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Copy a tensor for :func:`copy.deepcopy`; torch's own method copies its numbers."""
+    """Copy a tensor for :func:`copy.deepcopy`; torch's own method would copy its values."""
     if id(tensor) not in memo:
         copied = tensor.detach().clone()
         if isinstance(tensor, nn.Parameter):
@@ -51,21 +51,21 @@ def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _exchange(a: Tensor, b: Tensor) -> None:
-    """Exchange two tensors for Module.to(), unless they are alike, as fakes have no values."""
+    """Swap two tensors for Module.to(), unless they are alike, since fakes have no values."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         _swap(a, b)
 
 
 @contextmanager
 def pretended(ranks: int, device: str) -> Iterator[tuple[FakeTensorMode, Watch]]:
-    """Inside, this process is rank 0 of so many, and what it computes is to be computed in fakes.
+    """A context in which this process acts as rank 0 of many, and computes with fake tensors.
 
     Args:
         ranks: the number of ranks.
         device: the type of the device whose memory is watched.
 
     Yields:
-        The mode that makes the fakes, and what watches them. They are still to be entered.
+        The mode that makes the fakes, and the ``Watch``. Neither is entered yet.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     # Its weak references would keep Module.to() from exchanging parameters.
@@ -91,10 +91,10 @@ def pretended(ranks: int, device: str) -> Iterator[tuple[FakeTensorMode, Watch]]
         if ranks > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
             stack.callback(dist.destroy_process_group)
-            # The others of a fake group send nothing, so each is as this one.
+            # The other ranks of a fake group send nothing, so each counts as a copy of this one.
             enter(patch.object(comm, "all_gather", lambda data, *_: [data] * ranks))
             enter(patch.object(comm, "broadcast", lambda data, *_: data))
-            # These two exchange numbers, in C++.
+            # These two would exchange values, in C++.
             enter(
                 patch.object(
                     ddp, "_verify_param_shape_across_processes", lambda *_: None
@@ -114,8 +114,8 @@ class Rank:
 
     Attributes:
         trainer: the trainer.
-        batch: the batch that each of its iterations takes: at first a real one of the
-            configuration's loader, made fake.
+        batch: the batch of each of its iterations, at first a fake of the first batch of the
+            configuration's loader.
         building: the peak until the first iteration, in bytes.
     """
 
@@ -145,7 +145,7 @@ class Rank:
         self.trainer.register_hooks(self.averages)
         self.trainer.seed = 0
         self.trainer.max_iter = 10**9
-        with watch:  # the ranks agree by real numbers
+        with watch:  # the ranks agree by real tensors
             self.trainer.before_train()
         self.weights = [*model.parameters()]
         self.building = watch.peak
@@ -174,7 +174,7 @@ class Rank:
             trainer.run_step()
             trainer.after_step()
         trainer.iter += 1
-        gc.collect()  # else what is in cycles would count in some steps only
+        gc.collect()  # otherwise tensors in cycles would count only in some steps
         return self.watch.peak
 
     def look(self) -> dict[str, int]:
@@ -215,7 +215,7 @@ class Rank:
         return parts
 
     def saved(self) -> int:
-        """The bytes of a copy of what a checkpoint holds, in the main process's memory."""
+        """The bytes of a copy of a checkpoint's content, in the main process's memory."""
         found: dict[int, int] = {}
         is_local = self.cfg.train.checkpointer.sharded
 
@@ -233,7 +233,7 @@ class Rank:
 
 
 def _averages(cfg: Any, model: nn.Module) -> Iterator[hooks.EMA]:
-    """The averages that the configuration enables, or has among its hooks."""
+    """The averages that the configuration enables or has among its hooks."""
     if cfg.train.ema.enabled:
         yield hooks.EMA(model, cfg.train.ema.decay)
     for call in cfg.get("hooks", []):
@@ -255,6 +255,6 @@ def _explained(error: Exception) -> str:
     line = linecache.getline(where.filename, where.lineno or 0).strip()
     return (
         f"{where.filename}, line {where.lineno}, needs the values of a tensor ({error}):\n"
-        f"    {line}\nAn estimate has no values, so what depends on them cannot be known. If the "
-        "line can do without them, such as by torch.where, write it so"
+        f"    {line}\nAn estimate has no values, so code that depends on them cannot run. If "
+        "possible, rewrite the line without values, for example by torch.where"
     )

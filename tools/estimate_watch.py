@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 import hooktrain
 
-# The bytes that a rank sends for a tensor of 1 byte in a ring of n ranks, by the beginning of the
-# collective's name. As many are received. NCCL's tests compute the bus bandwidth by these factors.
+# The bytes that a rank sends (and receives) for a tensor of 1 byte in a ring of n ranks, by the
+# prefix of the collective's name. NCCL's tests compute the bus bandwidth by these factors.
 SENT = {
     "allreduce": lambda n: 2 * (n - 1) / n,
     "allgather": lambda n: (n - 1) / n,
@@ -56,17 +56,17 @@ class Watch(TorchDispatchMode):
     """Counts the bytes of the fakes that are alive on a device, and the messages of the rank.
 
     Args:
-        fakes: the mode that makes the fakes. Others, such as those by which DTensor computes
+        fakes: the mode that makes the fakes. Other fakes, such as those with which DTensor computes
             shapes, are not counted.
 
     Attributes:
         device: the type of the device.
-        live: the bytes of each storage that is alive, by its identity.
-        new: those of them that were not there at :meth:`begin`.
-        now: their sum.
+        live: the bytes of each storage that is alive, by its id.
+        new: the live storages that did not exist at :meth:`begin`.
+        now: the sum of all live bytes.
         peak: the largest sum since :meth:`begin`.
-        peak_at: the number of the operation after which it was reached.
-        messages: the collectives, by their kind: their number, and the bytes that the rank sends.
+        peak_at: the number of the operation after which the peak was reached.
+        messages: for each kind of collective, their number, and the bytes that the rank sends.
     """
 
     def __init__(self, fakes: FakeTensorMode, device: str) -> None:
@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):
         self._look_at, self._look = look_at, look
 
     def count(self, tensors: Iterable[Any]) -> None:
-        """Count the storages of tensors, unless they are counted already."""
+        """Count the storages of tensors that are not counted yet."""
         for tensor in tensors:
             is_fake = isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fakes
             if is_fake and tensor.device.type == self.device:
@@ -124,9 +124,9 @@ class Watch(TorchDispatchMode):
         if func is _READ:
             return _read(args[0])
         if func is _WAIT:
-            return args[0]  # as for a real tensor; of a fake one torch makes a copy
+            return args[0]  # as for a real tensor; torch would copy a fake one
         if func is torch.ops.c10d.allreduce_.default:
-            # DistributedDataParallel takes the tensors from the future, and torch's fake has none.
+            # DistributedDataParallel reads the tensors from the future, but torch's fake has none.
             done: Future[Any] = Future()
             done.set_result(list(args[0]))
             work = torch._C._distributed_c10d._create_work_from_future(done)
@@ -158,15 +158,15 @@ class Watch(TorchDispatchMode):
 
 def _read(tensor: Tensor) -> Any:
     """The value of a tensor, if it is known or if only the trainer reads it."""
-    # Known are those of real tensors, and such as the number of steps of an optimizer.
+    # Known values are those of real tensors, or for example an optimizer's number of steps.
     is_unknown = isinstance(tensor, FakeTensor) and tensor.constant is None
     if is_unknown and _is_read_by_trainer():
-        return tensor.dtype is torch.bool  # all is finite, and losses are 0
+        return tensor.dtype is torch.bool  # everything is finite, and losses are 0
     return _READ(tensor)
 
 
 def _is_read_by_trainer() -> bool:
-    """Whether hooktrain itself asks for the value of a tensor, or what it calls in torch."""
+    """Whether hooktrain, or a torch function that it calls, reads the value of a tensor."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
