@@ -44,7 +44,7 @@ class Contrast(nn.Module):
 
 
 def same_as_neighbour(features, labels):
-    """How often the nearest of all other images has the same label."""
+    """How often the nearest other image has the same label."""
     nearest = (features @ features.T).fill_diagonal_(-1).argmax(1)
     return (labels[nearest] == labels).double().mean()
 

@@ -17,7 +17,7 @@ def accuracy(logits, labels):
 
 
 class Distillation(SimpleTrainer):
-    teacher = None  # in no module, so it is neither trained nor saved
+    teacher = None  # not in a module, so it is neither trained nor saved
 
     def compute_loss(self, data):
         with torch.no_grad():

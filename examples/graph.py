@@ -1,4 +1,4 @@
-"""A graph network tells trees from graphs with a cycle.
+"""A graph network that distinguishes trees from graphs with a cycle.
 
 pip install torch_geometric
 """
@@ -15,7 +15,7 @@ from hooktrain import inference_on_dataset, launch
 
 
 class Graphs(Dataset):
-    """Random trees of 8 to 15 nodes; half of them with one more edge, which closes a cycle."""
+    """Random trees of 8 to 15 nodes, half of which have an extra edge that closes a cycle."""
 
     def __init__(self, first, count):
         self.seeds = range(first, first + count)

@@ -1,4 +1,4 @@
-"""Cross-validation: five folds, each a run of its own that stops early and keeps its best."""
+"""Cross-validation: five folds, each a separate run that stops early and keeps its best model."""
 
 import torch
 from torch.utils.data import Subset
@@ -38,9 +38,9 @@ def train_fold(fold):
     )
     stop = hooks.EarlyStopping("accuracy", "max", patience=2)
     trainer.register_hooks([*usual, stop])
-    saver.resume_or_load()  # a fold that has ended only returns its result
+    saver.resume_or_load()  # a finished fold only returns its result
     trainer.train(max_epochs=10)
-    saver.load(f"{folder}/model_best.pth", [])  # the weights alone
+    saver.load(f"{folder}/model_best.pth", [])  # only the weights
     return inference_on_dataset(model, test_loader, metric)["accuracy"]
 
 

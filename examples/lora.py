@@ -1,4 +1,4 @@
-"""Fine-tuning by adapters (LoRA): checkpoints have the adapters alone, not the large model.
+"""Fine-tuning by adapters (LoRA): checkpoints have only the adapters, not the large model.
 
 pip install peft transformers
 """
@@ -12,9 +12,7 @@ from hooktrain import Checkpointer, SimpleTrainer, WarmupParamScheduler, build_s
 from hooktrain import CosineParamScheduler, build_train_loader, default_hooks, launch
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 32, "vocab_size": 50}
-WORD = torch.arange(
-    50
-)  # to be learned: after each word comes the one that is 7 further
+WORD = torch.arange(50)  # the task: each word is followed by the word 7 places further
 
 
 def leave_out_frozen(model):
@@ -39,7 +37,7 @@ class Sentences(Dataset):
 
 
 def small_gpt_with_adapters():
-    # Yours is GPT2LMHeadModel.from_pretrained(...): its weights come from there at each start.
+    # In practice use GPT2LMHeadModel.from_pretrained(...), which loads the weights at each start.
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **SIZES))
     layers = ["c_attn", "c_fc", "c_proj"]
@@ -51,7 +49,7 @@ def small_gpt_with_adapters():
 
 class Adapting(SimpleTrainer):
     def compute_loss(self, data):
-        return self.model(**data).loss  # a model of peft takes any arguments
+        return self.model(**data).loss  # peft's forward takes any arguments
 
 
 def main():

@@ -17,7 +17,7 @@ class Policy(nn.Sequential):
 
 
 class Reinforce(SimpleTrainer):
-    def compute_loss(self, data):  # there is no data: it is None
+    def compute_loss(self, data):  # data is None
         # An episode is a function of the iteration, so a resumed run plays the same one.
         state, _ = self.env.reset(seed=self.iter)
         log_probs, rewards, is_over = [], [], False

@@ -1,4 +1,4 @@
-"""Semantic segmentation: a small U-Net finds discs and squares; the best mIoU is kept."""
+"""Semantic segmentation: a small U-Net finds discs and squares; the model of best mIoU is kept."""
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ class UNet(nn.Module):
 
 
 def miou(logits, masks):
-    """The mean over the classes, each of all pixels of all images."""
+    """The mean IoU over the classes, each over all pixels of all images."""
     pairs = 3 * masks.flatten() + logits.argmax(1).flatten()
     table = torch.bincount(pairs, minlength=9).view(3, 3).double()
     both = table.diagonal()

@@ -1,4 +1,4 @@
-"""A ConvNeXt of timm with mixup, soft targets and rates that fall with the layers.
+"""A timm ConvNeXt with mixup, soft targets and layer-wise decay of the learning rate.
 
 pip install timm
 """
@@ -31,7 +31,7 @@ class MixupTrainer(SimpleTrainer):
     criterion = SoftTargetCrossEntropy()
 
     def compute_loss(self, data):
-        # Its random numbers are seeded for each step, like all others.
+        # Its random numbers are seeded in each step, like all others.
         images, targets = self.mixup(*data)
         return self.criterion(self.model(images), targets)
 
@@ -47,7 +47,7 @@ def accuracy(logits, labels):
 def main():
     model = build_strategy(seed=0).prepare(small_convnext)
     train = DigitsDataset(train=True, transform=RandomShift())
-    options = {"mapper": as_pair, "drop_last": True}  # Mixup needs an even batch
+    options = {"mapper": as_pair, "drop_last": True}  # mixup needs an even batch size
     loader = build_train_loader(train, total_batch_size=64, **options)
     test = build_test_loader(DigitsDataset(train=False), mapper=as_pair, batch_size=120)
     # timm finds layers by the names of the bare model.

@@ -1,4 +1,4 @@
-"""Two tasks whose losses are weighed by uncertainties that are learned (arXiv:1705.07115)."""
+"""Two tasks whose losses are weighted by learned uncertainties (arXiv:1705.07115)."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from hooktrain.demos import DigitsDataset
 
 
 class TwoTasks(nn.Module):
-    """Tells the digit, and how much ink it has."""
+    """Predicts the digit, and how much ink it has."""
 
     def __init__(self):
         super().__init__()

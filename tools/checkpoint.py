@@ -4,16 +4,16 @@
     python tools/checkpoint.py verify PATH
     python tools/checkpoint.py to-file FOLDER FILE.pth      # a sharded folder into one file
     python tools/checkpoint.py to-sharded FILE.pth FOLDER   # and back, for any number of ranks
-    python tools/checkpoint.py weights PATH FILE            # the model alone: tensors by name
+    python tools/checkpoint.py weights PATH FILE            # only the model: tensors by name
     python tools/checkpoint.py average PATH FILE            # the averaged model of the hook EMA
                                                             # --hook NAME if there are several
-    python tools/checkpoint.py upgrade FOLDER               # of an earlier revision, in its place
+    python tools/checkpoint.py upgrade FOLDER               # of an earlier revision, in place
 
-`weights` and `average` also take the checkpoints of other libraries, and write a FILE.safetensors
-where that package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE of any other
-name. `upgrade` replaces the folder when the new one is complete, as a save does. PATH may also be
-the address of a file, such as s3://bucket/model.pth. One process reads everything, without a
-process group, and verifies it first. A conversion holds the whole state in memory. The exit code
+`weights` and `average` also read the checkpoints of other libraries, and can write a
+FILE.safetensors if that package is installed. model.load_state_dict(torch.load(FILE)) loads a FILE
+of any other name. `upgrade` replaces the folder once the new one is complete, as a save does. PATH
+may also be the address of a file, such as s3://bucket/model.pth. One process verifies and reads
+everything, without a process group. A conversion holds the whole state in memory. The exit code
 is 1 if a checkpoint is broken or cannot be read.
 """
 
@@ -74,7 +74,7 @@ def inspect(path: Path) -> None:
 
 
 def plain_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The dotted names of the values in nested dicts, with short texts of them."""
+    """The dotted names of the values in nested dicts, with short texts of the values."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from plain_values(item, f"{name}.{key}" if name else str(key))
@@ -106,12 +106,12 @@ def to_sharded(file: Path, folder: Path) -> None:
 
 
 def weights(path: Path, file: Path) -> None:
-    """Write the weights and buffers of the model alone."""
+    """Write only the weights and buffers of the model."""
     write_weights(read_checkpoint(str(path))["model"], file)
 
 
 def average(path: Path, file: Path, hook: str | None = None) -> None:
-    """Write the averaged weights and buffers alone, by the model's names."""
+    """Write only the averaged weights and buffers, by the model's names."""
     hooks = read_checkpoint(str(path)).get("trainer", {}).get("hooks", {})
     averages = [name for name, state in hooks.items() if is_average(state)]
     if not averages:
@@ -132,15 +132,15 @@ def average(path: Path, file: Path, hook: str | None = None) -> None:
 
 
 def is_average(state: Any) -> bool:
-    """Whether the state of a hook is that of an averaged model."""
+    """Whether the state of a hook is the state of an averaged model."""
     names = [*state] if isinstance(state, Mapping) else []
     return "steps" in names and any(str(name).startswith("module.") for name in names)
 
 
 def upgrade(folder: Path) -> None:
-    """Write a sharded folder of an earlier revision anew, in its place."""
+    """Rewrite a sharded folder of an earlier revision in place."""
     if not is_folder(folder):
-        raise ValueError(f"{folder} is no sharded folder")
+        raise ValueError(f"{folder} is not a sharded folder")
     manifest = load_file(folder / MANIFEST)
     if manifest.keys() != {"files"}:
         print(f"{folder} is of this revision already")
@@ -171,7 +171,7 @@ def verify_earlier(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 
 def read_earlier(folder: Path, files: Mapping[str, Any]) -> dict[str, Any]:
-    """Read an earlier folder. Its state.pth has the place of each part of a tensor in the files."""
+    """Read an earlier folder, whose state.pth has the positions of the parts of tensors."""
     content = load_file(folder / STATE)
 
     def fill(keys: tuple[Any, ...], leaf: Any) -> Any:
@@ -197,7 +197,7 @@ def read_earlier(folder: Path, files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_container(path: Path, begin: int, length: int) -> Tensor:
-    """The tensor that torch.save has written into a part of a file."""
+    """Read a tensor that torch.save has written to a part of a file."""
     with open(path, "rb") as file:
         file.seek(begin)
         container = io.BytesIO(file.read(length))
@@ -220,7 +220,7 @@ def write_weights(state: Mapping[str, Any], file: Path) -> None:
     tensors = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            # It refuses tensors that share memory, and layouts such as channels_last.
+            # safetensors refuses tensors that share memory, and layouts such as channels_last.
             tensors[name] = value.clone(memory_format=torch.contiguous_format)
     others = sorted(state.keys() - tensors)
     if others:
@@ -238,16 +238,16 @@ def read(path: Path, map_location: str = "cpu") -> Any:
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise FileExistsError if there is something already, else make the folder around it."""
+    """Raise FileExistsError if the path exists, otherwise create its parent folder."""
     if path.exists():
         raise FileExistsError(
-            f"{path} exists already; remove it, or choose another name"
+            f"{path} already exists; remove it, or choose another name"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command, and the paths it takes."""
+    """Parse the command and its paths."""
     parser = argparse.ArgumentParser(
         prog=os.environ.get("HOOKTRAIN_COMMAND"),
         description=__doc__,

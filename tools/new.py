@@ -1,4 +1,4 @@
-"""Make a folder with the training script that the README shows, to start from.
+"""Create a folder with the README's training script, to start from.
 
 python tools/new.py FOLDER
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the script, unless there is one."""
+    """Write the script, unless it already exists."""
     parser = argparse.ArgumentParser(
         prog=os.environ.get("HOOKTRAIN_COMMAND"), description=__doc__.splitlines()[0]
     )
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     assert found is not None
     path = args.folder / "train.py"
     if path.exists():
-        parser.error(f"{path} exists already")
+        parser.error(f"{path} already exists")
     args.folder.mkdir(parents=True, exist_ok=True)
     path.write_text(found[1].replace("output/readme", "output"), encoding="utf-8")
     sys.stdout.write(f"{path} trains a network on handwritten digits: python {path}\n")

@@ -1,10 +1,9 @@
-"""The same job as train_net.py without trainer and hooks: writing your own loop is equally welcome.
+"""The same job as train_net.py, but without a trainer and hooks: write your own loop if you like.
 
     python tools/plain_train_net.py --config-file configs/digits_cnn.py
 
-It uses some parts of hooktrain: the configuration, checkpoints, metrics, evaluation. It lacks what
-the trainer adds: mixed precision, accumulation, random numbers that a resume does not change, and
-hooks.
+It uses hooktrain's configuration, checkpoints, metrics and evaluation. It lacks the trainer's mixed
+precision, accumulation, random numbers that a resume does not change, and hooks.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Draw the metrics of one run or of several: a picture, or characters without matplotlib.
+"""Plot the metrics of one or several runs, as a picture or as text in the terminal.
 
     python tools/plot.py output/digits_cnn                     # output/digits_cnn/metrics.png
     python tools/plot.py RUN RUN --metrics total_loss lr --smooth 10 --out compared.svg
     python tools/plot.py RUN --watch                           # again every ten seconds
 
 RUN is the folder of a run, or a file metrics.json. The results of `hooktrain eval --follow`, in
-eval/metrics.json in the folder, are drawn with the run's. Of one run there is a panel each for
-losses, results of evaluations, other metrics, rates and times. Of several there is a panel for each
-metric, and a run has the same colour in all of them.
+eval/metrics.json in the folder, are drawn with the run's. A single run has panels for losses,
+results of evaluations, other metrics, learning rates and times. Several runs have a panel for each
+metric, in which a run always has the same colour.
 """
 
 import argparse
@@ -36,8 +36,8 @@ class Line:
     """The values of a metric of a run, and the points that are drawn."""
 
     values: Points
-    count: int = 1  # each point is drawn as the mean of so many, up to itself
-    run: int | None = None  # its colour and mark are this run's; None is one of its own
+    count: int = 1  # each point is drawn as the mean of this many points, up to itself
+    run: int | None = None  # the run whose colour and mark it has; None for its own
 
     @property
     def points(self) -> Points:
@@ -62,8 +62,8 @@ Panels = dict[str, Panel]  # by title
 
 TITLES = ["losses", "results", "others", "rates", "times in seconds"]
 MARKS = "*+o#x@%&"
-ROWS = 10  # of a panel of characters
-DERIVED = ("eta_seconds", "mean_loss")  # metrics that are shown on demand only
+ROWS = 10  # the height of a text panel
+DERIVED = ("eta_seconds", "mean_loss")  # metrics that are shown only on demand
 
 
 def panel_of(metric: str, is_seldom: bool) -> str:
@@ -78,19 +78,19 @@ def panel_of(metric: str, is_seldom: bool) -> str:
 
 
 def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
-    """The lines of all panels: of one run by kinds of metrics, of several by metric.
+    """The lines of all panels: for one run by kind of metric, for several runs by metric.
 
     Args:
-        runs: folders, or files that JSONWriter has written.
-        wanted: the metrics to show; none shows all but the remaining time, and a loss that is the
-            total loss or its mean.
-        count: how many values to smooth the losses of training over.
+        runs: folders, or files written by JSONWriter.
+        wanted: the metrics to show; if empty, all except the remaining time, and losses that equal
+            the total loss or its mean.
+        count: the number of values over which to smooth training losses.
 
     Raises:
-        ValueError: if there are no metrics, or no run has one that is wanted.
+        ValueError: if there are no metrics, or no run has one of the wanted metrics.
     """
     panels: Panels = defaultdict(dict)
-    kinds = {}  # of the panels
+    kinds = {}
     found = [read_run(run) for run in runs]
     refuse_missing(wanted, {name for metrics in found for name in metrics}, runs)
     for number, (metrics, name_of_run) in enumerate(
@@ -104,7 +104,7 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
             is_derived = name in DERIVED or is_total
             if name not in wanted if wanted else is_derived:
                 continue
-            # Training writes all of its metrics together; evaluations write when they come.
+            # Training metrics are written together, results of evaluations one by one.
             is_seldom = bool(of_training) and not is_written_with(points, of_training)
             is_smooth = is_loss(name) and not is_seldom
             line = Line(points, count if is_smooth else 1)
@@ -118,7 +118,7 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
 
 
 def refuse_missing(wanted: list[str], there: set[str], runs: list[Path]) -> None:
-    """Raise ValueError if no run has a metric that is wanted, or any metric."""
+    """Raise a ValueError if no run has one of the wanted metrics, or any metric."""
     where = [*map(str, runs)]
     if not there:
         raise ValueError(f"no metrics in {where}")
@@ -129,18 +129,18 @@ def refuse_missing(wanted: list[str], there: set[str], runs: list[Path]) -> None
 
 
 def is_of_training(name: str) -> bool:
-    """Whether a metric has the name of a loss that is trained."""
+    """Whether a metric has the name of a training loss."""
     return is_loss(name) and "val" not in name and "/" not in name
 
 
 def is_written_with(points: Points, loss: Points) -> bool:
-    """Whether a metric has as many values as a loss of training, and none after its last."""
+    """Whether a metric has as many values as a training loss, and none after its last."""
     has_as_many = len(loss) - 1 <= len(points) <= len(loss)
     return has_as_many and points[-1][0] <= loss[-1][0]
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """The names of the folders, or the paths where two are the same."""
+    """The names of the folders, or their paths if two names are the same."""
     folders = [run if run.is_dir() else run.parent for run in runs]
     names = [folder.resolve().name for folder in folders]
     return names if len({*names}) == len(names) else [*map(str, folders)]
@@ -149,11 +149,11 @@ def names_of(runs: list[Path]) -> list[str]:
 def read_run(run: Path) -> dict[str, Points]:
     """The points of each metric of one run.
 
-    A row may lack a metric or have null for it. Values that are no numbers are left out, and told
-    once for each metric.
+    A row may lack a metric or have null for it. Values that are not numbers are skipped, and
+    reported once per metric.
 
     Raises:
-        ValueError: if the file is not one of metrics.
+        ValueError: if the file is not a file of metrics.
     """
     points: dict[str, Points] = defaultdict(list)
     left_out = {}
@@ -177,7 +177,7 @@ def read_run(run: Path) -> dict[str, Points]:
 
 
 def refuse_other_file(file: Path) -> None:
-    """Raise ValueError for a file without any row of metrics, such as a checkpoint."""
+    """Raise a ValueError for a file without any row of metrics, such as a checkpoint."""
     with file.open("rb") as lines:
         is_of_metrics = any(b'"iteration"' in line for line in lines)
     if not is_of_metrics:
@@ -188,7 +188,7 @@ def refuse_other_file(file: Path) -> None:
 
 
 def spans_decades(panel: Panel) -> bool:
-    """Whether a logarithmic scale shows more: nothing is negative, and much is small."""
+    """Whether a logarithmic scale suits the values: none is negative, and many are small."""
     values = [value for line in panel.values() for _, value in line.values]
     finite = [value for value in values if math.isfinite(value)]
     positive = [value for value in finite if value > 0] or [1.0]
@@ -199,11 +199,11 @@ def spans_decades(panel: Panel) -> bool:
 def picture(
     panels: Panels, title: str, path: Path, log: bool, refresh: float | None = None
 ) -> None:
-    """Draw into a file: .png, .svg, .pdf, or .html with the drawing in it.
+    """Draw to a file: .png, .svg, .pdf, or .html that contains the drawing.
 
-    A browser loads the .html again every ``refresh`` seconds.
+    A browser reloads the .html every ``refresh`` seconds.
     """
-    os.environ.pop("MPLBACKEND", None)  # it is for windows, and may not exist
+    os.environ.pop("MPLBACKEND", None)  # a backend for windows, which may not exist
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 2.5 * len(panels) + 0.3), layout="constrained")
@@ -214,7 +214,7 @@ def picture(
             style = ".-" if len(line.values) < 30 else "-"
             color = f"C{place if line.run is None else line.run}"
             points = zip(*line.points, strict=True)
-            # Of equal lines the first one is seen.
+            # If lines are equal, the first one is on top.
             ax.plot(
                 *points,
                 style,
@@ -241,7 +241,7 @@ def picture(
 
 
 def text(panels: Panels, title: str, log: bool, columns: int) -> str:
-    """All panels for a terminal, with the same iterations in each column."""
+    """All panels as text for a terminal, with the same iterations in each column."""
     lines = [line for panel in panels.values() for line in panel.values()]
     iterations = [iteration for line in lines for iteration, _ in line.values]
     grid = Grid(min(iterations), max(iterations), columns - 13)
@@ -251,14 +251,14 @@ def text(panels: Panels, title: str, log: bool, columns: int) -> str:
 
 @dataclass
 class Grid:
-    """The characters of a panel, from the first to the last iteration."""
+    """A text panel, from the first to the last iteration."""
 
     first: int
     last: int
     width: int
 
     def draw(self, heading: str, panel: Panel, log: bool) -> str:
-        """A panel: a mark is the mean of a line's points in its column."""
+        """Draw a panel, in which a mark is the mean of a line's points in its column."""
         log = log and spans_decades(panel)
         marks = [
             MARKS[(place if line.run is None else line.run) % len(MARKS)]
@@ -270,7 +270,7 @@ class Grid:
         high = max(shown)
         rows = [[" "] * self.width for _ in range(ROWS)]
         for mark, column in reversed([*zip(marks, means, strict=True)]):
-            for x, y in column.items():  # of equal ones the first one is seen
+            for x, y in column.items():  # if marks are equal, the first one is on top
                 part = (high - y) / ((high - low) or 1)
                 rows[round(part * (ROWS - 1))][x] = mark
         drawn = [f"{'':12}{heading}"]
@@ -299,7 +299,7 @@ class Grid:
         return [f"{'':10} +{''.join(line)}", f"{'':12}{numbers.rstrip()}"]
 
     def column(self, iteration: int) -> int:
-        """Where an iteration is drawn."""
+        """The column of an iteration."""
         length = max(self.last - self.first, 1)
         return (iteration - self.first) * (self.width - 1) // length
 
@@ -315,7 +315,7 @@ class Grid:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw, once or again and again; return the exit code."""
+    """Draw, once or repeatedly; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=os.environ.get("HOOKTRAIN_COMMAND"),
         description=__doc__,
@@ -323,19 +323,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="output folders, or files metrics.json")
-    add("--metrics", nargs="+", default=[], help="what to show; all by default")
-    smooth = "show losses as means of N points, and their values faintly behind"
+    add("--metrics", nargs="+", default=[], help="the metrics to show; all by default")
+    smooth = "show losses as means of N points, with their values faintly behind"
     add("--smooth", type=int, default=1, metavar="N", help=smooth)
     add(
         "--log",
         action="store_true",
-        help="logarithmic scale where values differ tenfold",
+        help="use a logarithmic scale if values differ tenfold",
     )
     add("--out", type=Path, help="the picture: .png, .svg, .pdf or .html")
-    add(
-        "--text", action="store_true", help="characters in the terminal, and no picture"
-    )
-    again = "draw again every so many seconds, 10 by default"
+    add("--text", action="store_true", help="draw text in the terminal, not a picture")
+    again = "draw again every N seconds, 10 by default"
     add("--watch", nargs="?", type=float, const=10.0, metavar="SECONDS", help=again)
     args = parser.parse_args(arguments)
     if args.smooth < 1:

@@ -1,11 +1,11 @@
-"""Train or evaluate what a configuration describes.
+"""Train or evaluate by a configuration.
 
 One process:        python tools/train_net.py --config-file configs/digits_cnn.py
 Two processes:      torchrun --nproc-per-node=2 tools/train_net.py --config-file ...
-Go on after a stop: add --resume; without a checkpoint it starts from the beginning, so the
-                    same command can be submitted again and again.
+After a stop:       add --resume to continue; without a checkpoint it starts from the beginning,
+                    so the same command can be submitted again and again.
 Beside a run:       --eval-only --follow evaluates each of its checkpoints.
-Try it out:         --dry-run makes two iterations, and tells what the whole run will take;
+Test it:            --dry-run makes two iterations, and estimates the time of the whole run;
                     --dry-run --ranks 64 --device-memory 80GiB estimates the memory and the
                     messages of one of 64 ranks; --print-config prints the configuration.
 """
@@ -56,7 +56,7 @@ ROOT = Path(
     __file__
 ).parent.parent  # it has the configurations that come with the package
 
-# The command hooktrain sets it, such as "hooktrain train".
+# Set by the command hooktrain, such as "hooktrain train".
 COMMAND = os.environ.get("HOOKTRAIN_COMMAND")
 
 EXAMPLES = """examples:
@@ -68,7 +68,7 @@ EXAMPLES = """examples:
 configurations that come with the package:
 """
 
-PARTS = {  # of a configuration, and what they are
+PARTS = {  # the parts of a configuration, and their kinds
     "model": "a LazyCall",
     "optimizer": "a LazyCall",
     "lr_multiplier": "a LazyCall",
@@ -86,13 +86,15 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.prog = COMMAND or parser.prog
     best = "with --eval-only: evaluate the best model of the run's folder"
     parser.add_argument("--best", action="store_true", help=best)
-    dry = "two iterations, to see that it works and how fast"
+    dry = "make two iterations, to check that the run works and how fast it is"
     parser.add_argument("--dry-run", action="store_true", help=dry)
-    ranks = "with --dry-run: estimate the memory and the messages of one of so many ranks, instead"
+    ranks = "with --dry-run: estimate the memory and messages of one of N ranks instead"
     parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
-    memory = "with --ranks: whether a rank fits into it, and its largest batch; such as 80GiB"
+    memory = (
+        "with --ranks: say whether a rank fits, and its largest batch; such as 80GiB"
+    )
     parser.add_argument("--device-memory", default="", metavar="SIZE", help=memory)
-    show = "print the configuration, and do nothing else"
+    show = "only print the configuration"
     parser.add_argument("--print-config", action="store_true", help=show)
     add_follow(parser)
     return parser
@@ -114,10 +116,10 @@ def add_follow(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line; settings with dashes, and options without them, are errors.
+    """Parse the command line; settings with dashes, and options without dashes, are errors.
 
     Raises:
-        SystemExit: for a mistake.
+        SystemExit: if the command line is wrong.
     """
     args, unknown = parser.parse_known_intermixed_args()
     if unknown:
@@ -129,15 +131,15 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
         name = override.lstrip("+").partition("=")[0]
         if name in vars(args):
             option = name.replace("_", "-")
-            parser.error(f"{override} is no setting, but the option --{option}")
+            parser.error(f"{override} is not a setting: use the option --{option}")
     return args
 
 
 def find_config(name: str, prog: str) -> str:
-    """The path of a configuration: a file, or one of those that come with the package.
+    """The path of a configuration: a file, or one that comes with the package.
 
     Raises:
-        SystemExit: if there is none; the message begins with ``prog``.
+        SystemExit: if it does not exist; the message begins with ``prog``.
     """
     if not name:
         raise SystemExit(
@@ -163,7 +165,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     check_follow(args)
     if args.best and not args.eval_only:
-        raise ValueError("--best needs --eval-only; to go on training, use --resume")
+        raise ValueError("--best needs --eval-only; to continue training, use --resume")
     if args.dry_run and (args.resume or args.eval_only):
         raise ValueError(
             "--dry-run starts a new run: leave out --resume and --eval-only"
@@ -174,27 +176,27 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         estimate_rank(cfg, args)
         return {}
     if args.dry_run:
-        cfg.train.output_dir = ""  # a temporary folder takes its place
+        cfg.train.output_dir = ""  # replaced by a temporary folder
         cfg.train.store = ""
         default_setup(cfg, args)
         dry_run(cfg)
         return {}
     if args.follow:
-        import follow  # it stands beside this script
+        import follow  # from this script's folder
 
         follow.follow(cfg, args)
         return {}
-    args.resume |= args.best  # that is of a run which is there
+    args.resume |= args.best  # the best model belongs to an existing run
     default_setup(cfg, args)
     warn_of_disabled(cfg, args.opts)
     if args.eval_only:
         return evaluate_checkpoint(cfg, args.resume, args.best)
-    # To change a part of the trainer, write the lines of build_trainer here, with yours among them.
+    # To change a part of the trainer, copy the lines of build_trainer here, and edit them.
     trainer = build_trainer(cfg)
     logger.debug("Hooks:\n%s", trainer.describe_hooks())
     trainer.checkpointer.resume_or_load(
         cfg.train.init_checkpoint,
-        resume=args.resume or restart_count() > 0,  # after a restart by torchrun too
+        resume=args.resume or restart_count() > 0,  # also after a restart by torchrun
         checkpointables=cfg.train.resume_parts,
     )
     trainer.train(max_iter=cfg.train.max_iter)
@@ -205,7 +207,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_follow(args: argparse.Namespace) -> None:
-    """Raise a ValueError for options that do not go together with ``--follow``."""
+    """Raise a ValueError for options that cannot be combined with ``--follow``."""
     if args.follow and (args.resume or args.best or not args.eval_only):
         raise ValueError(
             "--follow belongs to `hooktrain eval` (--eval-only), without --resume and --best: it "
@@ -220,7 +222,7 @@ def check_follow(args: argparse.Namespace) -> None:
 
 
 def refuse_commas(cfg: Any, overrides: list[str]) -> None:
-    """Refuse a comma in the place of a decimal point, which makes a number a tuple.
+    """Refuse a decimal comma, which turns a number into a tuple.
 
     Raises:
         ValueError: for such an override of a number.
@@ -233,13 +235,13 @@ def refuse_commas(cfg: Any, overrides: list[str]) -> None:
         is_number = isinstance(old, int | float) and not isinstance(old, bool)
         if is_number and re.fullmatch(r"-?\d+,\d+", text):
             raise ValueError(
-                f"{override!r} replaces {old!r} by two numbers: write a point for the comma, or "
+                f"{override!r} replaces {old!r} by two numbers: use a decimal point, or "
                 "parentheses around a tuple"
             )
 
 
 def warn_of_disabled(cfg: Any, overrides: list[str]) -> None:
-    """Warn of settings on the command line that have no effect, since their part is disabled."""
+    """Warn about settings on the command line that have no effect, since they are not enabled."""
     for override in overrides:
         part, _, name = override.partition("=")[0].rpartition(".")
         key = part.removeprefix("train.")
@@ -249,7 +251,7 @@ def warn_of_disabled(cfg: Any, overrides: list[str]) -> None:
 
 
 def refuse_objects(file: str, cfg: Any) -> None:
-    """Refuse what a configuration has in place of a call, before anything is built.
+    """Refuse objects in place of calls in a configuration, before anything is built.
 
     Args:
         file: the configuration's file. It is run again if its code has a name that the
@@ -257,8 +259,8 @@ def refuse_objects(file: str, cfg: Any) -> None:
         cfg: the configuration, which has the dicts and lists of the file.
 
     Raises:
-        TypeError: for a part that is neither a dict nor a list, such as a model that is built
-            already, and for a LazyCall without arguments anywhere.
+        TypeError: for a part that is neither a dict nor a list, such as a model that is already
+            built, and for any LazyCall without arguments.
     """
     refuse_uncalled(cfg, ())
     if not file.endswith(".py"):
@@ -295,7 +297,7 @@ def refuse_uncalled(value: Any, path: tuple[Any, ...]) -> None:
 
 
 def last_results(trainer: Any) -> dict[str, Any]:
-    """What the last evaluation of a run returned."""
+    """The results of the last evaluation of a run."""
     results = {}
     for hook in trainer.hooks:
         if isinstance(hook, hooks.EvalHook):
@@ -318,14 +320,15 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
         rest = load_newest(checkpointer)
         if "EMA" in rest.get("trainer", {}).get("hooks", {}):
             logger.info(
-                "These are the raw weights. To evaluate their average (EMA): `hooktrain checkpoint "
-                "average CHECKPOINT FILE`, then train.init_checkpoint=FILE without --resume"
+                "These are the raw weights. To evaluate their average (EMA), run `hooktrain "
+                "checkpoint average CHECKPOINT FILE`, then use train.init_checkpoint=FILE without "
+                "--resume"
             )
     elif cfg.train.init_checkpoint:
         load_whole(checkpointer, cfg.train.init_checkpoint)
     else:
         logger.warning(
-            "Evaluating initial weights: give --resume, --best or train.init_checkpoint"
+            "Evaluating initial weights; for others use --resume, --best or train.init_checkpoint"
         )
     results = evaluate(cfg, model)
     print_csv_format(results)
@@ -333,7 +336,7 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
 
 
 def load_newest(checkpointer: Checkpointer) -> dict[str, Any]:
-    """Load the newest checkpoint of the folder; return what it has beside the model."""
+    """Load the newest checkpoint of the folder; return its content besides the model."""
     return load_beside_a_run(
         partial(read_pointer, checkpointer.save_dir),
         lambda _: checkpointer.resume_or_load(""),
@@ -343,24 +346,24 @@ def load_newest(checkpointer: Checkpointer) -> dict[str, Any]:
 def load_beside_a_run(
     find: Callable[[], Any], load: Callable[[Any], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Load a checkpoint; if a run that still trains replaces it meanwhile, the next one.
+    """Load a checkpoint, or the next one if an ongoing run replaces it meanwhile.
 
     Args:
-        find: what tells which one it is.
-        load: takes what ``find`` has returned.
+        find: a function that identifies the checkpoint.
+        load: a function that loads it, called with the result of ``find``.
     """
     while True:
         found = comm.on_main_process(find)
         try:
             return load(found)
-        except (OSError, CorruptCheckpointError):  # alike on every rank
+        except (OSError, CorruptCheckpointError):  # the same on every rank
             if comm.on_main_process(find) == found:
                 raise
-            logger.info("The run has replaced it meanwhile: reading what is there now")
+            logger.info("The run has replaced it meanwhile: reading the new one")
 
 
 def load_best(checkpointer: Checkpointer) -> None:
-    """Load the best model of the folder, a file or a folder of shards, and say which it is."""
+    """Load the best model of the folder, a file or a folder of shards, and log which it is."""
     content = load_beside_a_run(
         partial(newest_best, checkpointer.save_dir),
         lambda found: load_whole(checkpointer, found[0]),
@@ -375,8 +378,8 @@ def newest_best(folder: str) -> tuple[str, int, int]:
     names = {"model_best.pth", "model_best"}.intersection(checkpoint_names(folder))
     if not names:
         raise FileNotFoundError(
-            f"there is no model_best.pth in {folder!r}: a run with an evaluation and "
-            "train.best_metric saves it"
+            f"there is no model_best.pth in {folder!r}: it is saved by a run with an evaluation "
+            "and train.best_metric"
         )
     path = max((os.path.join(folder, name) for name in names), key=os.path.getmtime)
     status = os.stat(path)
@@ -386,7 +389,7 @@ def newest_best(folder: str) -> tuple[str, int, int]:
 def load_whole(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
     """Load a model to evaluate, and return the content of its checkpoint.
 
-    It has to have all weights of the model, since random ones would be evaluated in their place.
+    The checkpoint must have all weights of the model, since missing weights would be random.
     """
     logger.info("Loading model from %s", path)
     content = checkpointer.read(path)
@@ -418,10 +421,10 @@ class Clock(HookBase):
 
 
 def dry_run(cfg: Any) -> None:
-    """Train two iterations, evaluate two batches, and log what the whole run would take.
+    """Train two iterations, evaluate two batches, and log the estimated time of the whole run.
 
-    The run also writes checkpoints and files of metrics, into a temporary folder that is removed at
-    the end. The weights are those that a new run begins with.
+    The run also writes checkpoints and files of metrics, to a temporary folder that is removed at
+    the end. It starts from the weights of a new run.
 
     Args:
         cfg: the configuration; its ``train.output_dir`` and its test data are changed.
@@ -429,7 +432,7 @@ def dry_run(cfg: Any) -> None:
     test = cfg.dataloader.get("test")
     if test is not None and "_target_" in test:
         cfg.dataloader.test = LazyCall(first_batches)(loader=test)
-    elif test is not None:  # several by name
+    elif test is not None:  # several loaders by name
         for name in test:
             test[name] = LazyCall(first_batches)(loader=test[name])
     clock = Clock()
@@ -437,11 +440,11 @@ def dry_run(cfg: Any) -> None:
         cfg.train.output_dir = comm.broadcast(folder)
         trainer = build_trainer(cfg)
         length = cfg.train.max_iter
-        # First, since the time of other hooks' after_step is not that of a step.
+        # First, since the time of other hooks' after_step does not belong to the step.
         trainer.register_hooks([clock], before=HookBase)
         trainer.checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=False)
         trainer.train(max_iter=min(2, length))
-        # The main process removes the folder, so wait until no other writes in it.
+        # The main process removes the folder, so wait until no other process writes to it.
         comm.synchronize()
     logger.info(
         "The run works: %.4f s an iteration, about %s for all %s, without evaluations; its files "
@@ -453,7 +456,7 @@ def dry_run(cfg: Any) -> None:
 
 
 def estimate_rank(cfg: Any, args: argparse.Namespace) -> None:
-    """Estimate what a rank of a run takes, which is not started; see tools/estimate.py."""
+    """Estimate the memory and messages of a rank, without a run; see tools/estimate.py."""
     if not args.dry_run:
         raise ValueError("--ranks is for an estimate: add --dry-run")
     if count_processes() > 1 or args.num_gpus > 1:
@@ -461,13 +464,13 @@ def estimate_rank(cfg: Any, args: argparse.Namespace) -> None:
             "--dry-run --ranks is one process that acts as one of many: start it without torchrun "
             "and --num-gpus"
         )
-    from estimate import estimate  # it imports much of torch
+    from estimate import estimate  # imports much of torch
 
     estimate(cfg, args.ranks, args.device_memory)
 
 
 def in_short(error: Exception) -> str:
-    """An error without its traceback, and where it was in your own code or configuration."""
+    """An error without its traceback, and its place in the user's code or configuration."""
     text = "".join(traceback.format_exception_only(error)).rstrip() + extra_hint(error)
     libraries = (
         str(Path(hooktrain.__file__).parent),
@@ -487,18 +490,18 @@ def in_short(error: Exception) -> str:
 
 
 def extra_hint(error: Exception) -> str:
-    """How to omit an argument, or to install a package of an extra of hooktrain."""
+    """A hint on how to omit an argument, or to install a package of one of hooktrain's extras."""
     unexpected = re.search("unexpected keyword argument '(.+)'", str(error))
     if unexpected:
         return (
-            f"\nTo leave {unexpected[1]} out, write the call whole, such as "
+            f"\nTo omit {unexpected[1]}, write the whole call, such as "
             "optimizer={'_target_': 'torch.optim.AdamW', 'lr': 0.001, "
             "'params': {'_target_': 'hooktrain.solver.get_default_optimizer_params'}}"
         )
     if not isinstance(error, ModuleNotFoundError):
         return ""
     name = str(error.name).partition(".")[0].replace("PIL", "pillow")
-    with suppress(metadata.PackageNotFoundError):  # it runs from a clone
+    with suppress(metadata.PackageNotFoundError):  # running from a clone
         for requirement in metadata.requires("hooktrain") or []:
             found = re.match(rf"{name}\b.* extra == .(\w+)", requirement)
             if found:

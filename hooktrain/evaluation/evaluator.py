@@ -40,19 +40,19 @@ _NO_MEAN = (
     "%s of a batch is not the mean over its samples, so the result depends on the size of the "
     "batches: MetricEvaluator(..., whole=True) calls it once for all"
 )
-# The code of functions that were given as metrics, and looked at.
+# The code objects of metric functions that were checked.
 _seen: set[Any] = set()
-# The first parameter of metrics that take the targets first.
+# Names of the first parameter of metrics that take the targets first.
 _NAMES_OF_TARGETS = {"target", "targets", "label", "labels", "y_true"}
 
 
 class DatasetEvaluator(ABC):
-    """Collects what it needs of each batch, and computes its results at the end.
+    """The base class of evaluators, which collect data from each batch and compute results.
 
     Subclass it for a metric. :func:`inference_on_dataset` calls :meth:`reset` once,
     :meth:`process` with each batch, and :meth:`evaluate` at the end. A class without a ``reset`` or
-    a ``process`` cannot be instantiated: an evaluator that forgets nothing would count what it has
-    seen in earlier evaluations again.
+    a ``process`` cannot be instantiated: without ``reset``, an evaluator would count the data of
+    earlier evaluations again.
     """
 
     @abstractmethod
@@ -61,11 +61,11 @@ class DatasetEvaluator(ABC):
 
     @abstractmethod
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Take in one batch.
+        """Process one batch.
 
         Args:
             inputs: the batch of the data loader, on the device of the model.
-            outputs: what the model returned for it.
+            outputs: the outputs of the model for this batch.
         """
 
     def evaluate(self) -> Results | None:
@@ -73,7 +73,7 @@ class DatasetEvaluator(ABC):
 
         Returns:
             Metrics by task, such as ``{"classification": {"accuracy": 99.0}}``. Return the same on
-            every rank if the ranks decide something by them, such as when to stop.
+            all ranks if the ranks base decisions on them, such as when to stop.
         """
         return None
 
@@ -85,23 +85,24 @@ class MetricEvaluator(DatasetEvaluator):
 
     Args:
         metric: a function of outputs and targets that returns the mean over a batch. Its results
-            are averaged over the samples of all ranks, in float64. A function without a closure
-            gets the first batch in halves too, to see whether it is a mean. Or an object with
-            ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as those of
-            torchmetrics, which communicate between the ranks by themselves.
-        target_key: the key of the targets in a batch that is a dict, or their index in another.
+            are averaged over the samples of all ranks, in float64. A function without a closure is
+            also called with the halves of the first batch, to check that it is a mean.
+            Alternatively an object with ``update(outputs, targets)``, ``compute()`` and
+            ``reset()``, such as torchmetrics' objects, which communicate between the ranks
+            themselves.
+        target_key: the key of the targets if a batch is a dict, otherwise their index.
         whole: whether the function is called once, with the outputs and targets of all batches of
-            all ranks, on the CPU of the main process. A metric that is no mean over the samples
-            needs it, such as F1, R2, AUC or a correlation. Tensors are concatenated, also those in
-            dicts and tuples, and lists are chained.
+            all ranks, on the CPU of the main process. This is required for a metric that is not a
+            mean over the samples, such as F1, R2, AUC or a correlation. Tensors are concatenated,
+            also those in dicts and tuples, and lists are chained.
 
-    The result has the name of the function, or of the object's class. Several objects get names of
-    yours by torchmetrics' ``MetricCollection({"top1": ..., "top5": ...})``.
+    The result has the name of the function, or of the object's class. To name several objects, use
+    torchmetrics' ``MetricCollection({"top1": ..., "top5": ...})``.
 
     Raises:
-        TypeError: for a class in place of an object.
+        TypeError: for a class instead of an object.
         ValueError: for a lambda, since the result has the name of the function; for a function
-            that takes the targets first, such as those of scikit-learn.
+            that takes the targets first, such as scikit-learn's.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class MetricEvaluator(DatasetEvaluator):
         self._name = getattr(metric, "__name__", kind)
         if self._name == "<lambda>":
             raise ValueError(
-                "a metric has the name of its function: give a def, not a lambda"
+                "a metric has the name of its function: use a def, not a lambda"
             )
         if not hasattr(metric, "compute"):
             metric = _Whole(metric) if whole else _Mean(metric)
@@ -125,7 +126,7 @@ class MetricEvaluator(DatasetEvaluator):
 
     @torch.no_grad()
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Take in one batch."""
+        """Process one batch."""
         targets = targets_of(inputs, self._target_key)
         try:
             if hasattr(self._metric, "to") and isinstance(outputs, Tensor):
@@ -134,14 +135,14 @@ class MetricEvaluator(DatasetEvaluator):
         except Exception as error:
             add_note(
                 error,
-                f"{self._name} gets the outputs first (in evaluation mode a model returns these, "
-                "and no loss), then the targets, and returns one number; for several give a list "
-                "of metrics",
+                f"{self._name} gets the outputs (in evaluation mode a model must return these, not "
+                "a loss), then the targets, and must return one number; for several numbers pass a "
+                "list of metrics",
             )
             raise
 
     def evaluate(self) -> Results:
-        """The metric over the batches of all ranks, under its name. Collective."""
+        """Compute the metric over the batches of all ranks, under its name. Collective."""
         result = self._metric.compute()
         if isinstance(result, Mapping):
             return dict(result)
@@ -149,7 +150,7 @@ class MetricEvaluator(DatasetEvaluator):
 
 
 class _Mean:
-    """The mean over all samples of a metric that is the mean over a batch."""
+    """Averages a metric that is a mean over a batch over all samples."""
 
     def __init__(self, metric: Callable[[Any, Any], Any]) -> None:
         self._metric = metric
@@ -163,7 +164,7 @@ class _Mean:
         count = _number_of_samples(outputs, targets)
         mean = self._metric(outputs, targets)
         _warn_of_no_mean(self._metric, outputs, targets, count, mean)
-        # Whatever type the metric has. MPS has no doubles.
+        # In float64 whatever the metric's type, except on MPS, which has no doubles.
         dtype = torch.float32 if getattr(mean, "is_mps", False) else torch.float64
         mean = torch.as_tensor(mean, dtype=dtype).reshape(())
         self._sum = self._sum + mean * count
@@ -177,7 +178,7 @@ class _Mean:
 
 
 class _Whole(_Mean):
-    """A metric of all batches together."""
+    """Computes a metric of all batches together."""
 
     def reset(self) -> None:
         self._batches: list[Any] = []
@@ -193,10 +194,10 @@ class _Whole(_Mean):
 
 
 def _number_of_samples(outputs: Any, targets: Any) -> int:
-    """The length of the targets, or of the first ones if there are some for each of several tasks.
+    """The length of the targets, or of the first task's targets if there are several tasks.
 
-    A list or tuple of targets may have an item for each sample or for each task. The outputs tell:
-    a tensor, or a tuple or dict of them, has all samples, and a list has an item for each.
+    A list or tuple of targets has an item for each sample or for each task. The outputs decide: a
+    list has an item for each sample; a tensor, or a tuple or dict of tensors, has all samples.
     """
     if isinstance(targets, list | tuple) and not isinstance(outputs, list):
         targets = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -208,10 +209,10 @@ def _number_of_samples(outputs: Any, targets: Any) -> int:
 def _warn_of_no_mean(
     metric: Any, outputs: Any, targets: Any, size: int, whole: Any
 ) -> None:
-    """Warn of a function whose result for a batch is not the mean of those for its halves.
+    """Warn if a function's result for a batch is not the mean of the results for its halves.
 
-    Each function is looked at once, with its first batch of two samples or more. One with a closure
-    is not, since it may count its calls.
+    Each function is checked once, with its first batch of two or more samples. A function with a
+    closure is not checked, since it may count its calls.
     """
     if not inspect.isfunction(metric) or metric.__closure__ or metric.__code__ in _seen:
         return
@@ -219,12 +220,14 @@ def _warn_of_no_mean(
     if half == 0:
         return
     _seen.add(metric.__code__)
-    with suppress(Exception):  # outputs may have no halves, or a half too few samples
-        # Host-device synchronisation, once for each function.
+    with suppress(
+        Exception
+    ):  # outputs may not be sliceable, or a half may be too small
+        # Host-device synchronisation, once per function.
         first = float(metric(outputs[:half], targets[:half]))
         second = float(metric(outputs[half:], targets[half:]))
         error = abs(half * first + (size - half) * second - size * whole)
-        # A mean in bfloat16 is rounded by 0.2 %.
+        # In bfloat16 the rounding error of a mean is up to 0.2 %.
         is_fine = getattr(outputs, "dtype", None) in (torch.float32, torch.float64)
         tolerance = 0.0003 if is_fine else 0.003
         if error > tolerance * size * (abs(first) + abs(second)):
@@ -232,7 +235,7 @@ def _warn_of_no_mean(
 
 
 def _joined(parts: Any) -> Any:
-    """One value in place of those of several batches."""
+    """Concatenate the values of several batches."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts)
@@ -245,14 +248,14 @@ def _joined(parts: Any) -> Any:
 
 def _check_metric(metric: Any) -> None:
     if isinstance(metric, type):
-        raise TypeError(f"give an object, not a class: {metric.__name__}(...)")
+        raise TypeError(f"pass an object, not a class: {metric.__name__}(...)")
     names: list[str] = []
     with suppress(TypeError, ValueError):  # some functions have no signature
         names += inspect.signature(getattr(metric, "update", metric)).parameters
     if names and names[0] in _NAMES_OF_TARGETS:
         raise ValueError(
             f"a metric gets the outputs first, then the targets, but {metric!r} begins with "
-            f"{names[0]!r}: give a function of (outputs, targets) that calls it"
+            f"{names[0]!r}: pass a function of (outputs, targets) that calls it"
         )
 
 
@@ -280,7 +283,7 @@ class DatasetEvaluators(DatasetEvaluator):
             without ``process`` is a metric for :class:`MetricEvaluator`.
 
     Attributes:
-        evaluations: how many evaluations of this process have given results.
+        evaluations: the number of evaluations in this process that have returned results.
     """
 
     evaluations: ClassVar[int] = 0
@@ -303,7 +306,7 @@ class DatasetEvaluators(DatasetEvaluator):
             evaluator.process(inputs, outputs)
 
     def evaluate(self) -> Results:
-        """The results that the evaluators return on this rank, in one dictionary.
+        """Combine the results of the evaluators on this rank in one dict.
 
         Raises:
             ValueError: if two evaluators return results under the same name.
@@ -319,8 +322,8 @@ class DatasetEvaluators(DatasetEvaluator):
             twice = merged.keys() & results.keys()
             if twice:
                 raise ValueError(
-                    f"several evaluators give results under the names {sorted(twice)}: "
-                    "torchmetrics' MetricCollection({'name': metric, ...}) gives others"
+                    f"several evaluators return results under the names {sorted(twice)}: rename "
+                    "them by torchmetrics' MetricCollection({'name': metric, ...})"
                 )
             merged.update(results)
         DatasetEvaluators.evaluations += bool(merged)
@@ -336,43 +339,43 @@ def inference_on_dataset(
 ) -> Results:
     """Call a model with every batch of a loader, without gradients, and evaluate its outputs.
 
-    Batches are moved to the device of the model. If the model has a ``test_step``, that is called;
-    otherwise the model itself is called. As in training, a dict whose keys are parameters of the
-    model's ``forward`` is given by keywords.
+    Batches are moved to the device of the model. If the model has a ``test_step``, it is called
+    instead of the model itself. As in training, the items of a dict whose keys are parameters of
+    the model's ``forward`` are passed as keyword arguments.
 
-    A module is put into evaluation mode. Afterwards, also after an error, each of its submodules is
+    A module is put into evaluation mode. Afterwards, even after an error, each of its submodules is
     in its former mode again. The progress is logged, at most every five seconds.
 
     Each rank calls this with its own share of the data, which may be empty. The ranks of a sharded
-    model compute together, so a rank with fewer batches calls it with stand-ins, which the
-    evaluator does not see.
+    model compute together, so a rank with fewer batches calls the model with stand-ins, which the
+    evaluator does not get.
 
     The host waits for the accelerator only at the end, so only the total time is exact.
 
     Args:
         model: a module, or any function of a batch. A function has no mode, and its batches are
             not moved.
-        data_loader: gives the batches once. It may also be a dict of several loaders by name,
+        data_loader: a loader that yields the batches once, or a dict of several loaders by name,
             which are evaluated one after the other.
-        evaluator: a :class:`DatasetEvaluator`, or a metric as :class:`MetricEvaluator` takes it, or
-            a list of several of them. None only measures the speed. Several loaders share one, or
-            have a dict of evaluators by the same names.
+        evaluator: a :class:`DatasetEvaluator`, a metric for :class:`MetricEvaluator`, or a list of
+            these. None only measures the speed. With several loaders, one evaluator for all, or a
+            dict of evaluators by the same names.
         step: the method to call instead of the model, if the model has it: ``"val_step"`` during
             training, ``"test_step"`` afterwards. Or a function of the model and a batch, such as
             ``lambda model, batch: model(batch[0])``.
 
     Returns:
-        What the evaluator returned, or ``{}`` for None. For several loaders, a dict of these.
+        The results of the evaluator, or ``{}`` for None. For several loaders, a dict of these.
 
     Raises:
-        KeyError: if there is no evaluator under the name of a loader.
+        KeyError: if a loader has no evaluator of its name.
         TypeError: if ``data_loader`` is a data set.
-        ValueError: if the only rank got no batch, or if the loader never ends.
+        ValueError: if a single process got no batch, or if the loader never ends.
     """
     if isinstance(data_loader, Mapping):
         if not isinstance(evaluator, Mapping):
             evaluator = dict.fromkeys(data_loader, evaluator)
-        # A name without an evaluator is an error before the first evaluation begins.
+        # A missing evaluator is an error before the first evaluation begins.
         each = {name: evaluator[name] for name in data_loader}
         results = {}
         for name, own in each.items():
@@ -384,7 +387,7 @@ def inference_on_dataset(
     for part in (data_loader, getattr(data_loader, "sampler", None)):
         if getattr(part, "endless", False):
             raise ValueError(
-                f"data_loader never ends; make one by build_test_loader(): {data_loader!r}"
+                f"data_loader never ends; use build_test_loader(): {data_loader!r}"
             )
     _warn_of_samples(data_loader)
     if evaluator is None:
@@ -398,7 +401,7 @@ def inference_on_dataset(
         module = model
     inner = model
     if isinstance(model, DistributedDataParallel):
-        # DDP's forward may exchange buffers, and would wait for ranks that have fewer batches.
+        # DDP's forward may exchange buffers, and would wait for ranks with fewer batches.
         inner = model.module
     if callable(step):
         forward = partial(step, inner)
@@ -416,7 +419,7 @@ def inference_on_dataset(
             except TypeError as error:
                 add_note(
                     error,
-                    "to call the model in another way, give step=a function of (model, batch)",
+                    "to call the model in another way, pass step=a function of (model, batch)",
                 )
                 raise
             if is_own and is_first:
@@ -445,9 +448,9 @@ def _warn_of_samples(loader: Any) -> None:
 
 
 def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any, bool]]:
-    """The batches to call the model with, and whether each is one of this rank's.
+    """The batches to call the model with, and whether each is this rank's own.
 
-    This logs the progress from time to time, and at the end how long it took.
+    Progress is logged from time to time, and the duration at the end.
     """
     start = last_line = time.perf_counter()
     done = 0
@@ -463,7 +466,7 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
             last_line = now
             _tell(done, now - start)
     if done == 0 and comm.get_world_size() == 1:
-        raise ValueError(f"data_loader gave no batch to evaluate: {data_loader!r}")
+        raise ValueError(f"data_loader has no batch to evaluate: {data_loader!r}")
     device = compute_device(module)
     if device.type != "cpu":
         # A host-device synchronisation.
@@ -483,14 +486,14 @@ def _tell(done: int, seconds: float) -> None:
 
 @contextmanager
 def inference_context(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; afterwards each submodule is in its own mode again."""
+    """Put a model into evaluation mode; afterwards restore the mode of each submodule."""
     before = model.training
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         yield
     finally:
-        # train() of some modules does more than set the flag, such as unmerging weights.
+        # Some modules do more in train() than set the flag, such as unmerging weights.
         model.train(before)
         for module, mode in modes:
             module.training = mode
@@ -498,7 +501,7 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 
 def computes_together(model: nn.Module) -> bool:
     """Whether a call of the model is a collective, since its parameters are sharded over ranks."""
-    # Right after a forward pass the outermost parameters of units may still be whole.
+    # After a forward pass the parameters of the outermost unit may still be unsharded.
     has_units = any(map(is_unit, model.modules()))
     return has_units or any(map(is_sharded, model.parameters()))
 
@@ -506,14 +509,14 @@ def computes_together(model: nn.Module) -> bool:
 def in_step(
     data_loader: Iterable[Any], device: Device = "cpu"
 ) -> Iterator[tuple[Any, bool]]:
-    """The batches of this rank, and then stand-ins as long as another rank has batches.
+    """The batches of this rank, followed by stand-ins as long as another rank has batches.
 
     For each batch the ranks exchange one number on ``device``, so loaders need no length and may
     end at different times. A stand-in is the rank's own last batch. A rank without any batch gets
-    the first one of another rank. It is pickled, so loaders should give tensors on the CPU.
+    the first batch of another rank, which is pickled, so loaders should yield tensors on the CPU.
 
     Yields:
-        A batch, and whether it is one of this rank's, not a stand-in.
+        A batch, and whether it is this rank's own instead of a stand-in.
     """
     batches = iter(data_loader)
     batch = next(batches, _END)

@@ -10,19 +10,19 @@ from hooktrain.utils.names import Numbers
 
 logger = logging.getLogger(__name__)
 
-# What an evaluation returns: metrics by name, or by task and name.
+# The results of an evaluation: metrics by name, or by task and name.
 Results = dict[str, Any]
 EvalFunction = Callable[[], Results | None]
 
 
 def print_csv_format(results: Mapping[str, Any]) -> None:
-    """Log results so that they can be pasted into a spreadsheet.
+    """Log results in a form that can be pasted into a spreadsheet.
 
-    Each task gives three lines: its name, the names of its metrics, and their values, with four
+    Each task has three lines: its name, the names of its metrics, and their values, with four
     decimals.
 
     Args:
-        results: what an evaluation returned: tasks with their metrics, or single values.
+        results: the results of an evaluation: tasks with their metrics, or single values.
     """
     for task, metrics in results.items():
         if isinstance(metrics, Mapping):
@@ -49,7 +49,7 @@ def verify_results(
         expected: tuples (task, metric, value, tolerance). The metric must differ from the value by
             at most the tolerance. Levels of nested results are joined by "/", as in
             ("ema/classification", "accuracy", 99.0, 0.5).
-        results: what the evaluation returned.
+        results: the results of the evaluation.
 
     Returns:
         True.
@@ -61,7 +61,7 @@ def verify_results(
     for task, metric, value, tolerance in expected:
         name = f"{task}/{metric}"
         found = numbers.get(name, math.nan)
-        # Written in this form, a NaN is a failure.
+        # In this form of the comparison, NaN is a failure.
         if not abs(found - value) <= tolerance:
             raise ValueError(
                 f"{name} is {found!r}, expected {value!r} within {tolerance!r}: the results are "
@@ -72,7 +72,7 @@ def verify_results(
 
 
 def flatten_results_dict(results: Mapping[str, Any]) -> Results:
-    """Turn nested dictionaries into a flat one, whose keys are the nested keys joined by "/".
+    """Flatten nested dicts into one, whose keys are the nested keys joined by "/".
 
     Example:
         >>> flatten_results_dict({"bbox": {"AP": 40.0}, "seconds": 3})
