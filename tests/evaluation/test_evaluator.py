@@ -577,7 +577,7 @@ def test_modules_whose_train_does_more_are_told_of_both_changes() -> None:
 @pytest.mark.parametrize("loader", [[], iter(())])
 def test_a_loader_without_batches_is_an_error(loader: Any) -> None:
     recorder = Recorder({"a": 1})
-    with pytest.raises(ValueError, match="gave no batch"):
+    with pytest.raises(ValueError, match="has no batch"):
         inference_on_dataset(double, loader, recorder)
     assert recorder.calls == ["reset"]
 

@@ -110,7 +110,7 @@ def test_a_conversion_replaces_nothing(
     before = file.read_bytes()
     assert tool("to-file", folder, file) == 1
     assert tool("to-sharded", file, folder) == 1
-    assert capsys.readouterr().err.count("exists already") == 2
+    assert capsys.readouterr().err.count("already exists") == 2
     assert file.read_bytes() == before
 
 
@@ -258,7 +258,7 @@ def test_a_folder_of_an_earlier_revision_is_converted_in_its_place(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", folder.name]
     assert tool("upgrade", tmp_path) == 1
-    assert f"{tmp_path} is no sharded folder" in capsys.readouterr().err
+    assert f"{tmp_path} is not a sharded folder" in capsys.readouterr().err
 
 
 @without_group

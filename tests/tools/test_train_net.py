@@ -238,7 +238,7 @@ def test_flags_that_exclude_each_other_are_refused_at_once(
     [
         (["--lr", "0.05"], "--lr .*optimizer.lr=0.1"),
         (["--resume", "epochs=3"], ""),
-        (["resume=True"], "resume=True is no setting, but the option --resume"),
+        (["resume=True"], "resume=True is not a setting: use the option --resume"),
         (["+num_gpus=2"], "--num-gpus"),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_comma_in_the_place_of_a_point_is_refused(
     tool = load_tool("train_net")
     cfg = ConfigDict(lr=0.1, block={"size": 3}, steps=[30])
     if is_refused:
-        with pytest.raises(ValueError, match=f"{override}.*a point for the comma"):
+        with pytest.raises(ValueError, match=f"{override}.*use a decimal point"):
             tool.refuse_commas(cfg, [override])
     else:
         tool.refuse_commas(cfg, [override])
