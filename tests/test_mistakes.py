@@ -568,7 +568,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (never_forgets, TypeError, "abstract.*reset"),
     (lambda: ExponentialMovingAverage(Net()).swap(Net()), WARNING, "with ema.swap"),
     (measure(PAIRS, swapped, two_scores), IndexError, "gets the outputs.*not a loss"),
-    (measure(PAIRS, of_each_sample, two_scores), RuntimeError, "must return one number"),
+    (
+        measure(PAIRS, of_each_sample, two_scores),
+        RuntimeError,
+        "must return one number",
+    ),
     (measure(PAIRS, in_a_dict, two_scores), TypeError, "a list of metrics"),
     (measure(DATA, Retrains(RETRAINED), RETRAINED), WARNING, "in training mode"),
     (measure([{"labels": [0, 1]}], CLASSES, two_scores), KeyError, "'labels'"),

@@ -9,24 +9,24 @@
     python tools/benchmark.py replay
     python tools/benchmark.py data
 
-Machines are noisy and drift, so a process trains by a bare loop and by hooktrain's in turns, and
+Machines are noisy and drift, so a process trains alternately by a bare loop and by hooktrain, and
 the result is the median over the pairs. ``step`` trains a linear layer in one process, ``ddp`` the
 same in two, and ``fsdp`` a small transformer in two, all on the CPU. hooktrain's loop has a timer,
 a schedule, and the metrics of every iteration, which go to the console and to JSON every 20
-iterations. ``replay`` trains the transformer in one process, by hooktrain in both turns: without
+iterations. ``replay`` trains the transformer in one process, with hooktrain in both turns: without
 and with ``ReplayCheck(100)``. ``data`` reads batches of 32 numbers without workers, by torch's
-loader and by that of ``build_train_loader``: from a plain container and from a data set that may
-draw random numbers.
+loader and by ``build_train_loader``: from a plain container and from a data set that may draw
+random numbers.
 
-``fabric`` is for the loop of a linear layer with ``compute_loss``, and compares the median of all
-iterations with that of a bare loop and of one with Lightning Fabric, which has to be installed
-(``lightning-fabric``), and which records nothing. ``row`` measures what PeriodicWriter takes in
-such a run when it writes a row of metrics to the console and to JSON.
+``fabric`` measures the loop of a linear layer with ``compute_loss``, and compares the median of all
+iterations to those of a bare loop and of a loop with Lightning Fabric, which records nothing and
+must be installed (``lightning-fabric``). ``row`` measures the time that PeriodicWriter takes in
+such a run to write a row of metrics to the console and to JSON.
 
-With ``--instructions`` it counts the instructions of a step instead, and those of a row of metrics,
+With ``--instructions`` it counts instead the instructions of a step, and those of a row of metrics,
 which are the same on a busy machine as on an idle one. Under valgrind (a package of most systems),
-processes that are forked when everything is imported run 100 and 600 steps of each loop; their
-difference is 500 steps. A row is what 20 steps take more than without writers.
+forks of a process that has imported everything run 100 and 600 steps of each loop; the difference
+is 500 steps. The cost of a row is that of 20 steps minus that of 20 steps without writers.
 """
 
 import argparse
@@ -59,7 +59,7 @@ from hooktrain.utils.logger import close_logger, setup_logger
 from hooktrain.utils.periods import Period
 
 LOOPS = ("bare", "without writers", "hooktrain")
-FEW_AND_MANY = (100, 600)  # iterations; the difference is what steps take
+FEW_AND_MANY = (100, 600)  # iterations; the difference is the cost of 500 steps
 
 
 class Model(nn.Module):
@@ -76,14 +76,14 @@ class Model(nn.Module):
 
 
 class InTurns(HookBase):
-    """After each block of iterations, runs as many of other loops.
+    """After each block of iterations, runs a block of each other loop.
 
     Args:
-        blocks: each runs a block of iterations of a loop, and gives the times when they started.
+        blocks: functions that run a block of iterations of a loop, and return their start times.
         iterations: the length of a block.
 
     Attributes:
-        turns: for each block but the first, the times of the other loops and of this one.
+        turns: for each block except the first, the times of the other loops and of this one.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class InTurns(HookBase):
         if not self._period.is_due(self.trainer):
             return
         turn = [*(block() for block in self._blocks), self._starts]
-        if self.trainer.done > self._iterations:  # the first one warms up
+        if self.trainer.done > self._iterations:  # the first block is a warm-up
             self.turns.append(turn)
         self._starts = []
 

@@ -1,4 +1,4 @@
-"""Measure what grows with the number of ranks, and what a checkpoint of a size costs.
+"""Measure the costs that grow with the number of ranks, and the costs of checkpoints.
 
     python tools/benchmark_scale.py ranks
     python tools/benchmark_scale.py checkpoint
@@ -8,21 +8,21 @@
     python tools/benchmark_scale.py connections
 
 ``ranks`` trains in one process that acts as the main one of many: under torch's fake process group
-collectives return at once, with nothing from other ranks. So it measures what a rank itself does,
-and counts what it sends, but neither the network nor the wait for others. Runs of all sizes take
-turns, since machines are noisy and drift. Other programs can only add time, so the fastest round is
-the best estimate, and the median shows how disturbed the rounds were.
+collectives return at once, without data from other ranks. So it measures the work of a rank itself,
+and counts the bytes that it sends, but neither the network nor the wait for others. Runs of all
+sizes take turns, since machines are noisy and drift. Other programs can only add time, so the
+fastest round is the best estimate, and the median shows how disturbed the rounds were.
 
-``checkpoint`` measures, on this disk and one core, each thing that is done to the bytes of a
-checkpoint. From that it computes what larger checkpoints would cost.
+``checkpoint`` measures, on this disk and one core, each operation on the bytes of a checkpoint.
+From that it computes the costs of larger checkpoints.
 
-``index`` makes the index of a folder of shards as many ranks would write it, and measures what one
-rank does to find and read its shards, and what the main process does with the index at each save.
+``index`` makes the index of a folder of shards as many ranks would write it, and measures the time
+of one rank to find and read its shards, and of the main process for the index at each save.
 
 ``saves`` compares two revisions, which take turns to save, verify and read the same folder.
 
-``sampler`` measures, for a rank of 4,096 with 32 samples each, how long a resumed loader takes to
-choose its first batch and each later one, and how much memory.
+``sampler`` measures, for a rank of 4,096 with 32 samples each, the time and the memory that a
+resumed loader takes to choose its first batch and each later one.
 
 ``connections`` starts real processes on this machine, a multiple of eight, that join over gloo, and
 counts the files that each of them has open (Linux).

@@ -1,4 +1,4 @@
-"""Find the first iteration where two runs part, and in it the first layer, gradient or weight.
+"""Find the first iteration where two runs differ, and in it the first layer, gradient or weight.
 
     python tools/compare.py RUN_A RUN_B                        # two output folders
     python tools/compare.py RUN --with train.compile=true      # a run and itself, changed
@@ -6,33 +6,33 @@
     python tools/compare.py --trace A train.py ARGUMENTS       # runs a script, and traces it
     python tools/compare.py --traces A B                       # two such traces
 
-A run is an output folder whose config.json loads, or the address of its store, such as
+A run is an output folder with a loadable config.json, or the address of its store, such as
 s3://bucket/run, which is fetched. Nothing has to be recorded in advance. Two runs are compared by
-their rows of metrics.json and by the checkpoints that both have. From the last equal checkpoint on,
-or from the beginning, both sides compute the iterations again up to the first row that differs,
-each in processes of its own. A run and itself begin at the run's beginning, or after
-`--from-checkpoint`, and compute `--iterations`.
+their rows of metrics.json and by the checkpoints that both have. Starting from the last equal
+checkpoint, or from the beginning, both sides compute the iterations again up to the first row that
+differs, each in separate processes. A run that is compared with itself starts at its beginning, or
+after `--from-checkpoint`, and computes `--iterations`.
 
 The hook Trace hashes, in this order, the settings of the optimizer, the batch, the output of each
 module, the losses, each gradient and, after the update, each weight and buffer. The first name with
-another hash is printed, with its values. For them the sides compute the iterations once more, which
-also shows whether a side repeats itself: if it does not, a kernel is not deterministic
-(torch.use_deterministic_algorithms), and that is said.
+different hashes is printed, with its values. For these values the sides compute the iterations once
+more, which also shows whether a side is deterministic: if not, a message suggests
+torch.use_deterministic_algorithms.
 
-With `--rtol` a tensor differs if a number of it differs by more than this share of the tensor's
-largest number. Then the values of all iterations, from the first one with another bit on, lie in a
-temporary folder.
+With `--rtol` a tensor differs if any number differs by more than this fraction of the tensor's
+largest number. The values of all iterations, starting at the first one that differs in any bit, are
+then written to a temporary folder.
 
-Modules inside of a compiled model have no outputs to look at, and only names that both sides have
-are compared. With other numbers of ranks (`--ranks 1 --other-ranks 2`) the batch of a rank is
-another one, so batches, outputs, losses and buffers are left out; shards are gathered. A
-configuration may name any function, see SECURITY.md.
+Modules inside a compiled model have no outputs to look at, and only names that both sides have are
+compared. With different numbers of ranks (`--ranks 1 --other-ranks 2`) the batches of the ranks
+differ, so batches, outputs, losses and buffers are skipped; shards are gathered. A configuration
+may name any function, see SECURITY.md.
 
-A script without a configuration is traced while it runs, by `--trace FOLDER` before its name: as it
-is, with its own output folder, and to its end or to the iteration `--until`. Then `--traces`
+A script without a configuration is traced while it runs, by `--trace FOLDER` before its name:
+unchanged, with its own output folder, and to its end or to the iteration `--until`. Then `--traces`
 compares two traces; for the values trace both again with `--values-from`.
 
-The exit code is 0 if nothing differs, 1 if something does, and 2 if it cannot be told.
+The exit code is 0 if nothing differs, 1 if something does, and 2 if no comparison is possible.
 """
 
 import argparse
@@ -61,14 +61,14 @@ from hooktrain.utils.tensors import map_leaves
 
 COMMAND = os.environ.get("HOOKTRAIN_COMMAND")
 
-OF_A_RANK = "input", "output", "loss", "buffer"  # other ranks have others
+OF_A_RANK = "input", "output", "loss", "buffer"  # values that differ between ranks
 
-# The last iteration to compute, and the checkpoints after which the sides begin.
+# The last iteration to compute, and the checkpoints after which the sides start.
 Span = tuple[int, str | None, str | None]
 
 
 def run_side(python: str, side: dict[str, Any]) -> Any:
-    """Run :func:`trace_side` in a process of its own, or in several ranks."""
+    """Run :func:`trace_side` in a separate process, or in several ranks."""
     command = [python, __file__, "--side", json.dumps(side)]
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -76,7 +76,7 @@ def run_side(python: str, side: dict[str, Any]) -> Any:
 
 
 class Side:
-    """One of the two runs: what computes its iterations again.
+    """One of the two runs, whose iterations it computes again.
 
     Args:
         folder: the output folder of the run.
@@ -109,7 +109,7 @@ class Side:
         """Compute iterations again, from a checkpoint of this run, or from the beginning.
 
         Args:
-            into: the folder to make, for what :class:`Trace` writes.
+            into: the folder to create, for the files of :class:`Trace`.
             checkpoint: the name of the checkpoint.
             end: the last iteration.
             values_from: the first iteration whose values are written; None writes none.
@@ -132,20 +132,20 @@ class Side:
 
 
 def hashes(folder: Path, rank: int) -> dict[int, dict[str, str]]:
-    """The hashes by name, by iteration, of one rank."""
+    """The hashes of one rank by iteration and name."""
     lines = (folder / f"hashes-{rank}.jsonl").read_text().splitlines()
     return {iteration: dict(pairs) for iteration, pairs in map(json.loads, lines)}
 
 
 def are_compared(name: str, same_ranks: bool) -> bool:
-    """Whether a name means the same on both sides."""
+    """Whether a name has the same meaning on both sides."""
     return same_ranks or not name.startswith(OF_A_RANK)
 
 
 def first_other_hash(
     one: Path, other: Path, ranks: int, same_ranks: bool
 ) -> tuple[int, int, str] | None:
-    """The first iteration, the rank and the name whose hashes differ, if there is one."""
+    """The first iteration, rank and name whose hashes differ, if any."""
     found = []
     for rank in range(ranks):
         mine, theirs = hashes(one, rank), hashes(other, rank)
@@ -165,7 +165,7 @@ def first_other_hash(
 def first_other_value(
     one: Path, other: Path, iteration: int, rank: int, same_ranks: bool, rtol: float
 ) -> tuple[str, str] | None:
-    """The first name of an iteration whose values differ, with what differs, if there is one."""
+    """The first name of an iteration whose values differ, if any, and the difference."""
     file = values_file(iteration, rank)
     mine, theirs = (torch.load(folder / file) for folder in (one, other))
     for name, a in mine.items():
@@ -218,7 +218,7 @@ def difference(a: Any, b: Any, rtol: float) -> str:
 
 
 def first_other_row(one: Path, other: Path) -> tuple[int, str, Any, Any] | None:
-    """The first value of metrics.json that differs and is no measurement of the machine."""
+    """The first value of metrics.json that differs and is not a measurement of the machine."""
     mine, theirs = rows_of(one), rows_of(other)
     for iteration in sorted(mine.keys() & theirs.keys()):
         a, b = mine[iteration], theirs[iteration]
@@ -229,7 +229,7 @@ def first_other_row(one: Path, other: Path) -> tuple[int, str, Any, Any] | None:
 
 
 def rows_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """The metrics of a run by iteration. NaN is a text, to be equal to itself."""
+    """The metrics of a run by iteration. NaN is represented by a string, which equals itself."""
     rows: dict[int, dict[str, Any]] = {}
     for row in load_json_metrics(folder / "metrics.json"):
         texts = {n: "nan" if v != v else v for n, v in row.items()}
@@ -247,7 +247,7 @@ def checkpoints_of(folder: Path) -> dict[int, str]:
 
 
 def common_checkpoints(one: Path, other: Path) -> Iterator[tuple[int, str, str, str]]:
-    """The checkpoints that both have, newest first: iteration, both names, what differs."""
+    """The checkpoints that both have, newest first: iteration, both names, the difference."""
     mine, theirs = checkpoints_of(one), checkpoints_of(other)
     for iteration in sorted(mine.keys() & theirs.keys(), reverse=True):
         states = [
@@ -294,8 +294,8 @@ def other_settings(one: Side, other: Side) -> list[str]:
 def find_spans(one: Path, other: Path) -> Iterator[Span]:
     """The iterations to compute: after the last equal checkpoint, and after earlier ones.
 
-    If nothing differs after a checkpoint, something differed before that it does not hold, such
-    as the weights of another rank than the main one.
+    If nothing differs after a checkpoint, the cause is earlier and not in the checkpoint, such as
+    different weights on a rank other than the main one.
     """
     row = first_other_row(one, other)
     end = None
@@ -325,7 +325,7 @@ def find_spans(one: Path, other: Path) -> Iterator[Span]:
 
 
 def fetched(run: str, into: Path) -> Path:
-    """The output folder of a run. If it is the address of a store, what is there is fetched."""
+    """The output folder of a run. If it is the address of a store, the run is fetched."""
     if "://" not in run:
         return Path(run)
     store = Store(run, into)
@@ -376,7 +376,7 @@ def compare_folders(args: argparse.Namespace) -> int:
 
 
 def compare_with_itself(one: Side, other: Side, args: argparse.Namespace) -> int:
-    """Compare a run and itself, changed, from a checkpoint or the beginning on."""
+    """Compare a run and itself with changes, from a checkpoint or from the beginning."""
     start = args.from_checkpoint
     first = 0
     if start:
@@ -473,23 +473,23 @@ def compare_traces(a: Path, b: Path, rtol: float) -> int:
 
 
 def parse_trace() -> argparse.Namespace:
-    """The arguments of a command line that traces a script."""
+    """Parse a command line that traces a script."""
     parser = argparse.ArgumentParser(prog=COMMAND)
     add = parser.add_argument
-    add("--trace", type=Path, metavar="FOLDER", help="where to write; a new folder")
+    add("--trace", type=Path, metavar="FOLDER", help="the new folder to write to")
     add("--until", type=int, default=-1, metavar="ITERATION",
-        help="after which the process ends; by default the script comes to its end")  # fmt: skip
+        help="the last iteration; by default the script runs to its end")  # fmt: skip
     add(
         "--values-from",
         type=int,
         metavar="ITERATION",
-        help="the first whose values are kept",
+        help="the first iteration whose values are written",
     )
     add(
         "command",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT ...",
-        help="and its arguments",
+        help="the script and its arguments",
     )
     args = parser.parse_args()
     if not args.command or not Path(args.command[0]).is_file():
@@ -498,7 +498,7 @@ def parse_trace() -> argparse.Namespace:
 
 
 def parse() -> argparse.Namespace:
-    """The arguments of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=COMMAND,
         description=__doc__,
@@ -511,23 +511,38 @@ def parse() -> argparse.Namespace:
         metavar="RUN_A",
         help="an output folder, or the address of a store",
     )
-    add("b", nargs="?", metavar="RUN_B", help="another one; without it, RUN_A itself")
+    add("b", nargs="?", metavar="RUN_B", help="another run; without it, RUN_A itself")
     add("--with", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE",
         help="changes of the second side's configuration")  # fmt: skip
     add("--python", help="the interpreter of the second side")
-    add("--ranks", type=int, default=1, help="processes of the first side (1)")
+    add(
+        "--ranks",
+        type=int,
+        default=1,
+        help="the number of processes of the first side (1)",
+    )
     add(
         "--other-ranks",
         type=int,
-        help="processes of the second side; as many by default",
+        help="the number of processes of the second side; by default the same",
     )
     add(
         "--from-checkpoint",
         metavar="NAME",
-        help="of RUN_A, to begin after, without RUN_B",
+        help="without RUN_B: the checkpoint of RUN_A to start after",
     )
-    add("--iterations", type=int, default=20, help="to compute, without RUN_B (20)")
-    add("--rtol", type=float, default=0.0, help="the difference to tolerate (0)")
+    add(
+        "--iterations",
+        type=int,
+        default=20,
+        help="without RUN_B: how many to compute (20)",
+    )
+    add(
+        "--rtol",
+        type=float,
+        default=0.0,
+        help="the relative difference to tolerate (0)",
+    )
     add("--trace", nargs="+", metavar=("FOLDER", "SCRIPT"),
         help="run a script, and write a trace of it; `--trace --help` has its options")  # fmt: skip
     add(
@@ -556,7 +571,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Do what the command line asks for; return the exit code."""
+    """Run the command; return the exit code."""
     if sys.argv[1:2] == ["--side"]:
         spec = json.loads(sys.argv[2])
         launch(trace_side, spec["ranks"], args=(spec,))

@@ -21,21 +21,18 @@ from hooktrain.utils import comm
 from hooktrain.utils.names import dotted
 from hooktrain.utils.tensors import full_tensor, map_leaves
 
-Values = dict[
-    str, Any
-]  # tensors and plain values by name, in the order in which they arise
+Values = dict[str, Any]  # tensors and plain values by name, in the order of computation
 
 
 class EndOfTraceError(Exception):
-    """Ends a run after the last iteration to look at."""
+    """Ends a run after the last iteration to trace."""
 
 
 class Trace(HookBase):
     """Writes a hash of everything that an iteration computes, and the values of some iterations.
 
-    Into the folder it writes ``hashes-RANK.jsonl``, with a list of names and hashes of each
-    iteration, and ``values-ITERATION-RANK.pt``. Each look at a tensor is a host-device
-    synchronisation.
+    It writes ``hashes-RANK.jsonl``, with a list of names and hashes per iteration, and
+    ``values-ITERATION-RANK.pt`` to the folder. Hashing a tensor is a host-device synchronisation.
 
     Args:
         folder: an existing folder.
@@ -53,10 +50,10 @@ class Trace(HookBase):
         self.passes: Counter[str] = Counter()
 
     def before_train(self) -> None:
-        """Look at the weights, and at each module from now on."""
+        """Hash the weights, and register hooks for the outputs of all modules."""
         self.hashes = self.folder / f"hashes-{comm.get_rank()}.jsonl"
         if self.hashes.exists():
-            raise FileExistsError(f"{self.hashes} is there already: give a new folder")
+            raise FileExistsError(f"{self.hashes} already exists: use a new folder")
         self.model = unwrap_model(self.trainer.model)
         self.handles = [
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -72,7 +69,7 @@ class Trace(HookBase):
             self.look(f"{name} at the start", weight)
 
     def before_step(self) -> None:
-        """Look at the settings of the optimizers."""
+        """Hash the settings of the optimizers."""
         self.passes.clear()
         for key, wrapper in by_name(self.trainer.optim_wrapper).items():
             for i, group in enumerate(wrapper.param_groups):
@@ -102,7 +99,7 @@ class Trace(HookBase):
         map_leaves(look, data)
 
     def look(self, name: str, value: Any) -> None:
-        """Keep a value of this iteration. Of the same name there may be several passes."""
+        """Record a value of this iteration. Several passes may have the same name."""
         self.passes[name] += 1
         if self.passes[name] > 1:
             name += f", pass {self.passes[name]}"
@@ -111,7 +108,7 @@ class Trace(HookBase):
         self.values[name] = value
 
     def after_backward(self) -> None:
-        """Look at the losses and the gradients, those of the last layers first."""
+        """Hash the losses and the gradients, those of the last layers first."""
         for name, loss in getattr(self.trainer, "losses", {}).items():
             self.look(f"loss {name}", loss)
         for name, weight in reversed([*self.model.named_parameters()]):
@@ -119,7 +116,7 @@ class Trace(HookBase):
                 self.look(f"gradient of {name}", weight.grad)
 
     def after_step(self) -> None:
-        """Look at the weights, and write the iteration."""
+        """Hash the weights, and write the hashes of the iteration."""
         buffers = dict(self.model.named_buffers())
         for name, weight in self.model.state_dict().items():
             kind = "buffer" if name in buffers else "weight"
@@ -139,7 +136,7 @@ class Trace(HookBase):
             raise EndOfTraceError
 
     def after_train(self) -> None:
-        """Leave the modules as they were."""
+        """Remove the hooks from the modules."""
         for handle in self.handles:
             handle.remove()
 
@@ -150,7 +147,7 @@ def values_file(iteration: int, rank: int) -> str:
 
 
 def is_inside_of_compiled(model: torch.nn.Module, name: str) -> bool:
-    """Whether torch's compiler runs a module as a part of another one, or of itself."""
+    """Whether a module is part of a compiled module, or compiled itself."""
     parts = name.split(".") if name else []
     parents = [".".join(parts[:i]) for i in range(len(parts))]
     return any(
@@ -160,7 +157,7 @@ def is_inside_of_compiled(model: torch.nn.Module, name: str) -> bool:
 
 
 def digest(value: Any) -> str:
-    """A hash of the bits of a tensor with its type and shape, or of another value's text."""
+    """A hash of a tensor's bits, type and shape, or of the text of another value."""
     if not isinstance(value, Tensor):
         return repr(value)
     found = hashlib.blake2b(
@@ -195,11 +192,11 @@ def trace_side(side: dict[str, Any]) -> None:
 def trace_script(
     command: list[str], folder: Path, until: int, values_from: int | None
 ) -> None:
-    """Run a script in this process, whose trainer has the hook :class:`Trace` too.
+    """Run a script in this process, with the hook :class:`Trace` in its trainer.
 
     Args:
         command: the script and its arguments.
-        folder: see :class:`Trace`; it is made.
+        folder: see :class:`Trace`; it is created.
         until: the iteration after which the process ends.
         values_from: see :class:`Trace`.
     """
@@ -219,6 +216,6 @@ def trace_script(
     runpy.run_path(command[0], run_name="__main__")
     if not any(folder.iterdir()):
         raise RuntimeError(
-            f"{command[0]} has trained nothing in this process: start several by torchrun, and "
-            "not by the script itself"
+            f"{command[0]} has not trained in this process: start its ranks by torchrun, not by "
+            "the script itself"
         )

@@ -1,9 +1,9 @@
-"""Evaluate each new checkpoint of a run, in a process of its own: ``hooktrain eval --follow``.
+"""Evaluate each new checkpoint of a run, in a separate process: ``hooktrain eval --follow``.
 
-``train_net.py`` calls :func:`follow`. The checkpoints are those of the run's output folder and of
-its store. The file ``metrics.json`` in the folder of the evaluations is the only memory: a
-checkpoint is evaluated if no row has its iteration, and the file is replaced as a whole, so a kill
-at any time leaves all rows or all but the newest one.
+``train_net.py`` calls :func:`follow`. The checkpoints are in the run's output folder and in its
+store. The file ``metrics.json`` in the folder of the evaluations is the only state: a checkpoint is
+evaluated if no row has its iteration, and the file is replaced as a whole, so a kill at any time
+leaves all rows or all but the newest one.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from hooktrain.utils.names import did_you_mean
 logger = logging.getLogger("hooktrain.follow")
 
 
-ASKED_AGAIN = "The store does not answer, and is asked again: %s"
+ASKED_AGAIN = "The store does not answer, trying again: %s"
 
 Row = dict[str, Any]
 
 
 class NoAnswerError(Exception):
-    """The store has not given a checkpoint."""
+    """The store has not returned a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Found:
     """A checkpoint of the run.
 
     Attributes:
-        iteration: the last finished one.
-        name: of the file or folder of shards.
-        entry: of the store; None if the checkpoint is in the output folder.
+        iteration: the last finished iteration.
+        name: the name of the file or folder of shards.
+        entry: the entry of the store; None if the checkpoint is in the output folder.
     """
 
     iteration: int
@@ -68,21 +68,21 @@ class Found:
 
     @property
     def is_final(self) -> bool:
-        """Whether it is the last one of the run."""
+        """Whether it is the run's final checkpoint."""
         return self.name.removesuffix(".pth").endswith("_final")
 
 
 def in_folder(folder: Path) -> list[Found]:
     """The checkpoints of a run in its output folder, up to the one that the pointer names.
 
-    Those behind it are of another run, or not yet complete in all parts. The final one is among
-    them even if it is deleted, since then the run is over.
+    Later ones belong to another run, or are not yet complete. The final checkpoint is included
+    even if it is deleted, since it marks the end of the run.
     """
     pointed = pointed_name(folder)
     if not pointed:
         return []
     last = pointed_iteration(folder, pointed)
-    if last is None:  # another library has written it
+    if last is None:  # written by another library
         last = read_checkpoint(str(folder / pointed), "meta")["iteration"]
     names = checkpoint_names(folder)
     newest = Found(last, pointed)
@@ -129,11 +129,11 @@ class Follower:
             self.rows = load_json_metrics(self.folder / "metrics.json")
         self.passed_over: set[str] = set()  # the names of broken checkpoints
         self.has_looked = False
-        self.is_waiting = False  # for the first checkpoint
+        self.is_waiting = False  # whether it waits for the first checkpoint
         self.has_asked = False
 
     def _claim_folder(self) -> None:
-        """Lock the folder, and remove what a killed process was reading."""
+        """Lock the folder, and remove the links that a killed process was reading."""
         lock_folder(self.folder)
         shutil.rmtree(self.reading, ignore_errors=True)
 
@@ -163,7 +163,7 @@ class Follower:
             )
 
     def _choose(self) -> tuple[Found | None, bool]:
-        """The checkpoint to evaluate next, if there is one, and whether all is done."""
+        """The checkpoint to evaluate next, if any, and whether all are evaluated."""
         if not self.folder.is_dir():
             raise FileNotFoundError(
                 f"{self.folder} is gone: a new run has renamed the output folder of the earlier "
@@ -189,14 +189,14 @@ class Follower:
         return (new[0] if new else None), found[-1].is_final and not new
 
     def _look(self) -> list[Found]:
-        """The checkpoints of the run that there are, in order."""
+        """The existing checkpoints of the run, in order."""
         found = {each.iteration: each for each in self._in_store()}
         for each in in_folder(self.run):
             found[each.iteration] = each
         return [found[iteration] for iteration in sorted(found)]
 
     def _in_store(self) -> list[Found]:
-        """The checkpoints in the store; none if it does not answer, but for the first time."""
+        """The checkpoints in the store; none if it does not answer, except the first time."""
         if self.store is None:
             return []
         try:
@@ -207,7 +207,7 @@ class Follower:
             logger.warning(ASKED_AGAIN, repr(error))
             return []
         self.has_looked = True
-        # Others are files beside the checkpoints, without an iteration.
+        # Other entries are files beside the checkpoints, without an iteration.
         of_run = [entry for entry in entries if entry["iteration"] >= 0]
         return [Found(each["iteration"], each["name"], each) for each in of_run]
 
@@ -219,7 +219,7 @@ class Follower:
         trainer, iteration = content["trainer"], content["iteration"]
         on_main_process(partial(self._check_run, trainer["meta"].get("run_id")))
         logger.info("Evaluating %s of iteration %d", found.name, iteration)
-        # As the run does it, after as many iterations.
+        # As in the run itself, after the same number of iterations.
         seed_step(
             trainer["seed"], iteration + 1, comm.data_parallel_rank(), "evaluation"
         )
@@ -243,7 +243,7 @@ class Follower:
             logger.warning(ASKED_AGAIN, error)
             time.sleep(self.poll)
             return None
-        except (OSError, CorruptCheckpointError) as error:  # alike on every rank
+        except (OSError, CorruptCheckpointError) as error:  # the same on every rank
             is_gone = on_main_process(partial(self._is_gone, found))
             if is_gone:
                 logger.info("%s was deleted before it was read", found.name)
@@ -267,7 +267,7 @@ class Follower:
         return content
 
     def _hold(self, found: Found) -> Path:
-        """A path at which the checkpoint stays until it is loaded. Collective."""
+        """A path at which the checkpoint is kept until it is loaded. Collective."""
         path = self.reading / found.name
         if found.entry is None:
             return on_main_process(partial(self._link, self.run / found.name, path))
@@ -281,10 +281,10 @@ class Follower:
         return path
 
     def _link(self, source: Path, target: Path) -> Path:
-        """Link the files of a checkpoint, so that the run may delete it; return where to read it.
+        """Link the files of a checkpoint, so that the run may delete it; return the path to read.
 
-        Where there are no hard links, or the folder is on another file system, that is the
-        checkpoint itself.
+        Without hard links, or if the folder is on another file system, this is the checkpoint
+        itself.
         """
         self.reading.mkdir(exist_ok=True)
         files = [source]
@@ -338,7 +338,7 @@ class Follower:
             file.write("".join(encode_row({**each}) for each in self.rows).encode())
 
     def _waited(self) -> int:
-        """How many of the latest evaluations have not improved on the best one."""
+        """The number of evaluations since the best one."""
         best, waited = None, 0
         for row in sorted(self.rows, key=lambda row: row["iteration"]):
             value = row.get(self.metric, row.get(f"eval/{self.metric}"))
@@ -350,7 +350,7 @@ class Follower:
         return waited
 
     def _ask_for_stop(self, newest: Found) -> None:
-        """Ask the run for an early stop when the patience is over."""
+        """Request an early stop of the run when patience runs out."""
         if self.patience is None or self.has_asked or newest.is_final:
             return
         waited = self._waited()
@@ -360,8 +360,8 @@ class Follower:
         reason = f"{self.metric} has not improved in {waited} evaluations"
         path = self.run / STOP_FILE
         if newest.entry is not None:
-            logger.warning("%s. To stop the run, make a file %r in its folder: this process "
-                           "sees the store only", reason, STOP_FILE)  # fmt: skip
+            logger.warning("%s. To stop the run, create a file %r in its folder: this process "
+                           "sees only the store", reason, STOP_FILE)  # fmt: skip
             return
         logger.info("%s: asking the run to stop, by %s", reason, path)
         with atomic_write(path) as file:
@@ -380,7 +380,7 @@ def follow(cfg: Any, args: argparse.Namespace) -> None:
         raise ValueError("--follow needs dataloader.test and dataloader.evaluator")
     train = cfg.train
     run, store = Path(on_disk(train.output_dir)), train.store
-    # The log and what an evaluator writes are beside the rows, not among the files of the run.
+    # The log and the files of an evaluator go beside the rows, not among the files of the run.
     train.output_dir = args.eval_dir or str(run / "eval")
     train.store = ""
     default_setup(cfg, args)
