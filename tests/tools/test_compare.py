@@ -307,12 +307,12 @@ def test_a_trace_is_no_run_and_is_not_written_twice(
         tool("--traces", a, run)
     again = run_ranks(1, "compare.py", "--trace", a, script, tmp_path / "other")
     assert again.returncode != 0
-    assert "is there already: give a new folder" in again.stdout
+    assert "already exists: use a new folder" in again.stdout
     nothing = tmp_path / "nothing.py"
     nothing.touch()
     done = run_ranks(1, "compare.py", "--trace", tmp_path / "none", nothing)
     assert done.returncode != 0
-    assert f"{nothing} has trained nothing in this process" in done.stdout
+    assert f"{nothing} has not trained in this process" in done.stdout
 
 
 @pytest.mark.parametrize(

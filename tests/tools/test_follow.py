@@ -413,7 +413,7 @@ def test_a_store_that_does_not_answer_is_asked_again(
     here = tmp_path / "elsewhere"
     follow_here(load_tool("follow"), config, here, f"train.store={store}")
     printed = capsys.readouterr().out
-    assert printed.count("asked again: RuntimeError('no route to host')") == 1
+    assert printed.count("trying again: RuntimeError('no route to host')") == 1
     assert rows(here / "eval" / "metrics.json") == results(run)[-1:]
 
 
