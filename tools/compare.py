@@ -515,34 +515,19 @@ def parse() -> argparse.Namespace:
     add("--with", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE",
         help="changes of the second side's configuration")  # fmt: skip
     add("--python", help="the interpreter of the second side")
-    add(
-        "--ranks",
-        type=int,
-        default=1,
-        help="the number of processes of the first side (1)",
-    )
+    add("--ranks", type=int, default=1, help="processes of the first side (1)")
     add(
         "--other-ranks",
         type=int,
-        help="the number of processes of the second side; by default the same",
+        help="processes of the second side; by default the same",
     )
     add(
         "--from-checkpoint",
         metavar="NAME",
         help="without RUN_B: the checkpoint of RUN_A to start after",
     )
-    add(
-        "--iterations",
-        type=int,
-        default=20,
-        help="without RUN_B: how many to compute (20)",
-    )
-    add(
-        "--rtol",
-        type=float,
-        default=0.0,
-        help="the relative difference to tolerate (0)",
-    )
+    add("--iterations", type=int, default=20, help="to compute, without RUN_B (20)")
+    add("--rtol", type=float, default=0.0, help="the difference to tolerate (0)")
     add("--trace", nargs="+", metavar=("FOLDER", "SCRIPT"),
         help="run a script, and write a trace of it; `--trace --help` has its options")  # fmt: skip
     add(

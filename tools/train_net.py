@@ -90,9 +90,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help=dry)
     ranks = "with --dry-run: estimate the memory and messages of one of N ranks instead"
     parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
-    memory = (
-        "with --ranks: say whether a rank fits, and its largest batch; such as 80GiB"
-    )
+    memory = "with --ranks: whether a rank fits, and its largest batch; such as 80GiB"
     parser.add_argument("--device-memory", default="", metavar="SIZE", help=memory)
     show = "only print the configuration"
     parser.add_argument("--print-config", action="store_true", help=show)
