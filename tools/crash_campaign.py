@@ -422,7 +422,7 @@ class LostMachines(Campaign):
             raise LostRunError("the first of two machines ends with another error")
         said = Path(f"{other}.log").read_bytes()
         # It has found nothing to resume from in the store, but then a run appeared there.
-        is_late = b"there is a run in the store" in said
+        is_late = b"resume it, or give" in said
         if code != 0 and (stops or not (is_late or taken in said)):
             raise LostRunError("the second of two machines ends with an error")
         shutil.rmtree(folder if code == 0 else other, ignore_errors=True)
