@@ -118,7 +118,7 @@ def test_a_new_project_has_the_script_of_the_readme(
     with pytest.raises(SystemExit):
         names["main"](["mine"])
     path = Path("mine", "train.py")
-    assert f"hooktrain new: error: {path} exists" in capsys.readouterr().err
+    assert f"hooktrain new: error: {path} already exists" in capsys.readouterr().err
 
 
 def test_an_installed_package_has_the_tools_of_users_only(tmp_path: Path) -> None:
