@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from hooktrain.checkpoint.files import CheckpointFile, CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.sources import local_path
+from hooktrain.model.wrappers import bare_name
 from hooktrain.utils import comm
 from hooktrain.utils.comm import on_all_ranks
 from hooktrain.utils.file_io import AnyPath
@@ -167,11 +168,11 @@ def load_model_state(
 ) -> IncompatibleKeys:
     """Load the tensors that fit by name and shape, and warn about the others.
 
-    Prefixes of wrappers around any part of the model make no difference: ``module.`` of
-    DataParallel and of averaged models, with their ``n_averaged``, and ``_orig_mod.`` of
-    torch.compile. Parameters that are still uninitialised (of lazy modules) take the shape in the
-    file. A missing name counts as loaded if the model shares its tensor with a name that was
-    loaded. If the model is sharded, each rank takes its shards.
+    Prefixes of wrappers around any part of the model make no difference
+    (:func:`hooktrain.model.wrappers.bare_name`), nor does the ``n_averaged`` of averaged models.
+    Parameters that are still uninitialised (of lazy modules) take the shape in the file. A missing
+    name counts as loaded if the model shares its tensor with a name that was loaded. If the model
+    is sharded, each rank takes its shards.
 
     Args:
         model: changed in place.
@@ -220,22 +221,16 @@ def load_model_state(
     return found
 
 
-# The names that DataParallel, averaged models and torch.compile add.
-OF_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
-
-
 def _with_names_of(in_model: State, state: State) -> "OrderedDict[str, Any]":
     """A copy of a state in which names have the wrapper prefixes that they have in the model."""
-    if state.keys() <= in_model.keys():
-        return revise_names(state, ())
     # Names of modules, for the versions in the metadata, get a dot at the end in _renamed().
     modules = [f"{name}." for name in getattr(in_model, "_metadata", {})]
-    ours = {OF_WRAPPERS.sub("", name): name for name in [*modules, *in_model]}
+    ours = {bare_name(name): name for name in [*modules, *in_model]}
 
     def rename(name: str) -> str:
         if name in in_model:
             return name
-        bare = OF_WRAPPERS.sub("", name)
+        bare = bare_name(name)
         renamed = ours.get(bare, bare)
         return name if renamed in state else renamed
 
@@ -247,23 +242,28 @@ def _load(
 ) -> IncompatibleKeys:
     """Load a state. Only a load shows which names fit, since modules rename older ones."""
     result = model.load_state_dict(state, strict=False)
-    if in_model and state.keys() <= set(result.unexpected_keys):
+    # Some wrappers leave their own part of a name out of the state, but not out of the result.
+    ours = {bare_name(name): name for name in [*state, *in_model]}
+
+    def own(name: str) -> str:
+        return name if name in in_model else ours.get(bare_name(name), name)
+
+    unexpected = [*map(own, result.unexpected_keys)]
+    if in_model and state.keys() <= set(unexpected):
         raise ValueError(
             f"nothing in the state fits the model: the state has {reprlib.repr(list(state))}, "
             f"the model {reprlib.repr(list(in_model))}. Names with different shapes (file, model): "
             f"{incorrect[:10]}. If the names differ, use load_checkpoint(..., revise_keys=...)"
         )
     # The model may have a parameter under several names.
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    named = in_model.keys() - result.missing_keys
-    named |= {name for name, _, _ in incorrect}
-    known: set[Any] = {parameters.get(name, name) for name in named}
-    missing = []
-    for name in result.missing_keys:
-        if name in in_model and parameters.get(name, name) not in known:
-            missing.append(name)
-    # n_averaged is the counter of torch's AveragedModel.
-    unexpected = [n for n in result.unexpected_keys if not n.endswith("n_averaged")]
+    named = model.named_parameters(remove_duplicate=False)
+    parameters: dict[str, Any] = {own(name): parameter for name, parameter in named}
+    lacking = [name for name in map(own, result.missing_keys) if name in in_model]
+    there = in_model.keys() - lacking | {name for name, _, _ in incorrect}
+    known = {parameters.get(name, name) for name in there}
+    missing = [name for name in lacking if parameters.get(name, name) not in known]
+    # The count of torch's AveragedModel.
+    unexpected = [name for name in unexpected if not name.endswith("n_averaged")]
     return IncompatibleKeys(missing, unexpected, incorrect)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,6 +19,11 @@ from hooktrain.model.losses import Values
 from hooktrain.utils.names import did_you_mean
 
 logger = logging.getLogger(__name__)
+
+# Parts of a name that come from a wrapper, not from the model: torch.compile, activation
+# checkpointing and FSDP 1. "module" is one only inside data parallel wrappers and averaged models.
+WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_OF_WRAPPERS = re.compile(rf"(?<![^.])({'|'.join(WRAPPER_PARTS)}|module)\.")
 
 _NO_MAPPINGS = (Tensor, list, tuple)
 
@@ -243,6 +249,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         if name not in model._modules:
             return model
         model = model.get_submodule(name)
+
+
+def bare_name(name: str) -> str:
+    """The name of a tensor without the parts that wrappers add, around any part of the model.
+
+    Names are equal if their bare names are: a part ``"module"`` of the model itself is left out
+    too.
+    """
+    return _OF_WRAPPERS.sub("", name)
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:

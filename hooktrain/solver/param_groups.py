@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
+from hooktrain.model.wrappers import WRAPPER_PARTS, is_model_wrapper, unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,6 @@ NORMS = (
     nn.LayerNorm,
     nn.RMSNorm,
 )
-# Parts of a name that come from a wrapper, not from the model: torch.compile, activation
-# checkpointing and FSDP 1. "module" is such a part only inside data parallel wrappers.
-WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def walk_parameters(model: nn.Module) -> list[Walked]:

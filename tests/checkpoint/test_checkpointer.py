@@ -22,6 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -36,6 +40,7 @@ from hooktrain.checkpoint import (
     files,
     folders,
     load_file,
+    load_model_state,
 )
 from hooktrain.checkpoint.files import save_file, write_file
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -44,7 +49,7 @@ from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer
 from hooktrain.engine.hooks import EMA, PeriodicCheckpointer as Saving
 from hooktrain.model.sharding import shard_model
-from hooktrain.model.wrappers import unwrap_model
+from hooktrain.model.wrappers import SeparateDistributedDataParallel, unwrap_model
 from hooktrain.strategy import (
     BaseStrategy,
     DDPStrategy,
@@ -464,15 +469,23 @@ class Compiled(nn.Module):
         return self._orig_mod(x)
 
 
+def test_torch_compile_adds_the_names_of_its_stand_in() -> None:
+    compiled: Any = torch.compile(nn.Linear(2, 1), backend="eager")
+    assert [*compiled.state_dict()] == [*Compiled(nn.Linear(2, 1)).state_dict()]
+
+
 def wrapped(kind: str, net: nn.Module) -> nn.Module:
     if kind == "compiled inside":
         net[1] = Compiled(net[1])  # type: ignore[index, assignment]
+    elif kind == "recomputed inside":
+        net[1] = checkpoint_wrapper(net[1], CheckpointImpl.NO_REENTRANT)  # type: ignore[index, assignment, no-untyped-call]
     elif kind == "parallel inside":
         net[0] = nn.DataParallel(net[0])  # type: ignore[index]
     elif kind == "averaged":
         return AveragedModel(net)
     elif kind == "all":
         net[0] = Compiled(nn.DataParallel(net[0]))  # type: ignore[index, assignment]
+        net[1] = checkpoint_wrapper(Compiled(net[1]))  # type: ignore[index, assignment, no-untyped-call]
         return nn.DataParallel(Compiled(net))  # type: ignore[arg-type]
     return net
 
@@ -484,11 +497,11 @@ def net_of(value: float) -> nn.Sequential:
     return net
 
 
-KINDS = ["bare", "compiled inside", "parallel inside", "averaged", "all"]
+INSIDE = ["compiled inside", "recomputed inside", "parallel inside"]
 
 
-@pytest.mark.parametrize("before", KINDS)
-@pytest.mark.parametrize("now", [*KINDS[:3], "all"])
+@pytest.mark.parametrize("before", ["bare", *INSIDE, "averaged", "all"])
+@pytest.mark.parametrize("now", ["bare", *INSIDE, "all"])
 def test_names_that_only_a_wrapper_adds_are_no_difference(
     before: str, now: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -503,17 +516,20 @@ def test_names_that_only_a_wrapper_adds_are_no_difference(
     assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize("before", ["bare", "compiled inside", "parallel inside"])
-@pytest.mark.parametrize("now", ["bare", "compiled inside", "parallel inside"])
+@pytest.mark.parametrize("before", ["bare", *INSIDE])
+@pytest.mark.parametrize("now", ["bare", *INSIDE])
+@pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_goes_on_exactly_when_a_part_of_its_model_is_wrapped(
-    before: str, now: str, tmp_path: Path
+    before: str, now: str, sharded: bool, tmp_path: Path
 ) -> None:
     def build(kind: str, folder: str) -> tuple[SimpleTrainer, Checkpointer]:
         model = wrapped(kind, net_of(1.0))
         adam = torch.optim.Adam(model.parameters())
         loader = build_train_loader(list(torch.eye(2)), total_batch_size=2, seed=0)
         trainer = SimpleTrainer(LossOf(model), loader, adam)
-        checkpointer = Checkpointer(trainer.model, tmp_path / folder, trainer=trainer)
+        checkpointer = Checkpointer(
+            trainer.model, tmp_path / folder, trainer=trainer, sharded=sharded
+        )
         trainer.register_hooks([EMA(trainer.model, decay=0.5)])
         return trainer, checkpointer
 
@@ -530,6 +546,68 @@ def test_a_run_goes_on_exactly_when_a_part_of_its_model_is_wrapped(
     assert_equal(*averages)
     weights = [[*trainer.model.state_dict().values()] for trainer in (whole, second)]
     assert_equal(*weights)
+
+
+@pytest.mark.parametrize("kind", ["bare", *INSIDE, "all"])
+def test_what_a_wrapped_model_lacks_or_does_not_know_is_told_by_its_names(
+    kind: str,
+) -> None:
+    model = wrapped(kind, net_of(0.0))
+    state = {**net_of(3.0).state_dict(), "1.other": torch.ones(1)}
+    del state["1.weight"]
+    with pytest.raises(ValueError, match=r"(?s)missing_keys.*1\..*weight.*1\.other"):
+        load_model_state(model, state, strict=True)
+    assert {each.sum().item() for each in model.parameters()} == {0.0}
+    found = load_model_state(model, state)
+    assert found.missing_keys == [n for n in model.state_dict() if "1." in n][:1]
+    assert found.unexpected_keys == ["1.other"]
+    with pytest.raises(ValueError, match="nothing in the state fits"):
+        load_model_state(model, {"1.other": torch.ones(1)})
+
+
+@pytest.mark.parametrize("kind", [*INSIDE, "all"])
+def test_a_state_with_the_names_of_the_parameters_loads(kind: str) -> None:
+    named = wrapped(kind, net_of(3.0)).named_parameters()
+    state = {name: parameter.detach() for name, parameter in named}
+    for model in (net_of(0.0), wrapped(kind, net_of(0.0))):
+        assert load_model_state(model, state).unexpected_keys == []
+        assert {each.mean().item() for each in model.parameters()} == {3.0}
+
+
+def test_a_tensor_that_a_wrapped_part_shares_is_not_missing() -> None:
+    def tied(value: float) -> nn.Sequential:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        nn.init.constant_(net[0].weight, value)  # type: ignore[arg-type]
+        net[1].weight = net[0].weight
+        return net
+
+    state = tied(3.0).state_dict()
+    del state["1.weight"]
+    model = wrapped("recomputed inside", tied(0.0))
+    load_model_state(model, state, strict=True)
+    assert {*model.state_dict()["1.weight"].flatten().tolist()} == {3.0}
+
+
+def lacks_of_parts_in_ddp() -> list[Any]:
+    """What models with parts in DDP lack of a state of the bare one, and whether it loads."""
+    found = []
+    for wrap in (DistributedDataParallel, SeparateDistributedDataParallel):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        state = {name: torch.ones_like(t) for name, t in net.state_dict().items()}
+        if wrap is DistributedDataParallel:
+            net[1] = wrap(net[1])
+        else:
+            wrap(net)  # each child, in place
+        load_model_state(net, state, strict=True)
+        del state["1.bias"]
+        lack = load_model_state(net, state).missing_keys
+        found.append((sum(p.sum().item() for p in net.parameters()), lack))
+    return found
+
+
+def test_parts_in_ddp_load_by_bare_names_and_say_what_they_lack() -> None:
+    for found in run_ranks(lacks_of_parts_in_ddp, 2):
+        assert found == [(9.0, ["1.module.bias"]), (9.0, ["1.bias"])]
 
 
 class LossOf(nn.Module):

@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 
 from equality import assert_equal
 from gloo import run_ranks
@@ -117,11 +120,12 @@ def test_the_version_in_the_metadata_reaches_the_module(strict: bool) -> None:
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("wrap", [nn.DataParallel, checkpoint_wrapper])
 def test_the_version_reaches_a_module_inside_of_a_wrapper_or_no_longer_in_one(
-    is_wrapped: bool,
+    wrap: Callable[[nn.Module], nn.Module], is_wrapped: bool
 ) -> None:
     bare = nn.Sequential(Versioned(2, 1))
-    inside = nn.Sequential(nn.DataParallel(Versioned(2, 1)))
+    inside = nn.Sequential(wrap(Versioned(2, 1)))
     source, target = (inside, bare) if is_wrapped else (bare, inside)
     assert load_model_state(target, source.state_dict(), strict=True) == ([], [], [])
     weights = [next(iter(each.state_dict().values())) for each in (source, target)]
