@@ -55,7 +55,8 @@ from hooktrain.checkpoint.resume import checkpoint_names
 from hooktrain.checkpoint.store import Store
 from hooktrain.config import LazyConfig
 from hooktrain.engine import launch
-from hooktrain.events.json_writer import OF_THE_MACHINE, load_json_metrics
+from hooktrain.events.history import OF_THE_MACHINE
+from hooktrain.events.json_writer import load_json_metrics
 from hooktrain.utils.names import check_count, dotted
 from hooktrain.utils.tensors import map_leaves
 

@@ -1,5 +1,6 @@
 """The values of one metric."""
 
+import re
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +13,13 @@ import torch
 from hooktrain.utils.names import State
 
 Entry = tuple[float, int]  # a value and its iteration
+
+# A metric with one of these words in its name is a measurement of the machine.
+OF_THE_MACHINE = re.compile(
+    "(?<![a-z])(times?|seconds?|secs?|s|ms|speed|fps|latency|throughput|mem|memory|mfu|util)"
+    "(?![a-z])",
+    re.IGNORECASE,
+)
 
 _MAX_SAVED = 1000  # values of a metric in a checkpoint
 # The attributes that a checkpoint holds as they are.

@@ -3,13 +3,12 @@
 import json
 import logging
 import math
-import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hooktrain.events.history import HistoryBuffer
+from hooktrain.events.history import OF_THE_MACHINE, HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
@@ -22,13 +21,6 @@ Row = dict[str, Any]
 Line = tuple[int, bytes, Row]  # its end in the file, its text, its content
 
 _encoder = json.JSONEncoder(sort_keys=True)
-
-# A metric with one of these words in its name is a measurement of the machine.
-OF_THE_MACHINE = re.compile(
-    "(?<![a-z])(times?|seconds?|secs?|s|ms|speed|fps|latency|throughput|mem|memory|mfu|util)"
-    "(?![a-z])",
-    re.IGNORECASE,
-)
 
 _CUT = "Rows of %s after the checkpoint, which this run computes again and compares: %d"
 _LOST = "METRICS ARE LOST, if the checkpoint is of a run in this folder: %s has %d of %d bytes"

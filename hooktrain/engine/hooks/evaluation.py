@@ -23,7 +23,7 @@ from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
 from hooktrain.evaluation.evaluator import DatasetEvaluators, inference_context
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
-from hooktrain.events.json_writer import OF_THE_MACHINE
+from hooktrain.events.history import OF_THE_MACHINE
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.logger import log_once

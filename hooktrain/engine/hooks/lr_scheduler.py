@@ -159,27 +159,7 @@ class LRScheduler(HookBase):
             self._watched.append((self._metric, scheduler.step))
         elif isinstance(scheduler, TorchScheduler):
             period = self.step_every(scheduler, self._by_epoch)
-            steps = (self.trainer.max_iter - self.trainer.start_iter) // period
-            total_steps = getattr(scheduler, "total_steps", steps)
-            if total_steps < steps:
-                raise ValueError(
-                    f"{type(scheduler).__name__} has {total_steps=}, but "
-                    f"takes {steps} in this run; by_epoch=True counts epochs"
-                )
-            period_of_cosine = getattr(scheduler, "T_max", steps)
-            if 1.5 * period_of_cosine < steps:
-                logger.warning(
-                    "The rate rises again after T_max=%d steps: by_epoch=True counts epochs",
-                    period_of_cosine,
-                )
-            logger.info(
-                "%s takes %d steps in this run; iterations per step: %d (by_epoch=%s)",
-                type(scheduler).__name__,
-                steps,
-                period,
-                self._by_epoch,
-            )
-            _log_end(scheduler, self.trainer.max_iter // period)
+            self._compare_length(scheduler, period)
         else:
             raise TypeError(
                 "LRScheduler(scheduler=...) needs a ParamScheduler or a torch scheduler (for "
@@ -188,6 +168,48 @@ class LRScheduler(HookBase):
             )
         self.drive(scheduler, optimizer, "lr")
         return scheduler
+
+    def _compare_length(self, scheduler: TorchScheduler, period: int) -> None:
+        """Compare the length of a torch schedule with the run; log the last rate of a LambdaLR.
+
+        Raises:
+            ValueError: if the run takes more steps than the schedule has.
+        """
+        kind = type(scheduler).__name__
+        steps = (self.trainer.max_iter - self.trainer.start_iter) // period
+        logger.info(
+            "%s takes %d steps in this run; iterations per step: %d (by_epoch=%s)",
+            kind,
+            steps,
+            period,
+            self._by_epoch,
+        )
+        total_steps = getattr(scheduler, "total_steps", steps)
+        if total_steps < steps:
+            raise ValueError(
+                f"{kind} has {total_steps=}, but takes {steps} in this run; by_epoch=True counts "
+                "epochs"
+            )
+        period_of_cosine = getattr(scheduler, "T_max", steps)
+        if 1.5 * period_of_cosine < steps:
+            logger.warning(
+                "The rate rises again after T_max=%d steps: by_epoch=True counts epochs",
+                period_of_cosine,
+            )
+        # A resumed run goes on with the steps of the earlier one.
+        end = self.trainer.max_iter // period
+        for name in ("total_steps", "T_max", "total_iters"):
+            length = getattr(scheduler, name, 0)
+            if length > 1.5 * end:
+                logger.info(
+                    "The run ends at step %d of %s=%d, so the rate does not reach its end",
+                    end,
+                    name,
+                    length,
+                )
+        if isinstance(scheduler, LambdaLR):
+            rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](end)
+            logger.info("lr ends at %g", rate)
 
     def drive(self, scheduler: Any, optimizer: Optimizer, key: str) -> None:
         """Remember which setting of which optimizer a schedule changes.
@@ -325,23 +347,6 @@ def _saved_schedulers(state_dict: State) -> ByOptimizer:
 
 def _unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _log_end(scheduler: Any, steps: int) -> None:
-    """Log if a torch schedule is longer than the run, and the last rate of a LambdaLR."""
-    for name in ("total_steps", "T_max", "total_iters"):
-        length = getattr(scheduler, name, 0)
-        if length > 1.5 * steps:
-            logger.info(
-                "The run ends at step %d of %s=%d, so the rate does not reach its end",
-                steps,
-                name,
-                length,
-            )
-    if isinstance(scheduler, LambdaLR):
-        logger.info(
-            "lr ends at %g", scheduler.base_lrs[0] * scheduler.lr_lambdas[0](steps)
-        )
 
 
 def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
