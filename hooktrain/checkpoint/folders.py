@@ -322,7 +322,9 @@ def _write_parts(tensors: Tensors, path: Path) -> tuple[Parts, Digest]:
                 continue
             # A host-device synchronisation, if it is on an accelerator.
             data = local_tensor(tensor).cpu().resolve_conj().resolve_neg().contiguous()
-            numbers: Any = data.view(-1).view(torch.uint8).numpy()
+            # view(-1) of a single number keeps a stride that is not 1.
+            flat = data.as_strided((data.numel(),), (1,))
+            numbers: Any = flat.view(torch.uint8).numpy()
             head, tail = _container(data.shape, data.dtype)
             begin = file.tell()
             for piece in (head, numbers, tail):

@@ -237,7 +237,7 @@ def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
             f"a new run would rename the current folder {str(path)!r}, which has "
             "checkpoints: give another output folder, or resume"
         )
-    if initial and Path(initial).expanduser().resolve().is_relative_to(path):
+    if Path(initial).expanduser().resolve().is_relative_to(path):
         raise ValueError(
             f"train.init_checkpoint={initial!r} lies in train.output_dir, which a new run would "
             "rename, since it has checkpoints: give another output folder"

@@ -429,6 +429,23 @@ def test_files_of_several_megabytes_are_verified_to_their_end(tmp_path: Path) ->
         file.write_bytes(raw)
 
 
+def test_sparse_tensors_and_views_of_other_tensors_are_saved_as_they_are(
+    tmp_path: Path,
+) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"sparse": torch.eye(3).to_sparse(), "turned": numbers.conj().imag}
+    state["one"] = numbers[:1].conj().imag
+    state["conjugate"] = numbers.conj()
+    state["second"] = torch.arange(6.0).view(3, 2)[1:2, 1]
+    save_folder({"model": state}, tmp_path / "a")
+    loaded = read_checkpoint(str(tmp_path / "a"))["model"]
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+    assert loaded["turned"].tolist() == [-2, 4]
+    assert loaded["one"].tolist() == [-2]
+    assert loaded["second"].tolist() == [3]
+    assert loaded["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+
+
 def test_each_part_of_a_folder_is_verified_on_its_own(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", 1)
     (folder / "__0_0.distcp").write_bytes(b"")
@@ -589,9 +606,13 @@ def read_on_two_axes(folder: Path) -> None:
         {n: distribute_tensor(full, mesh, p) for n, p in placements.items()}
     )
     save_folder({"model": dict(model)}, folder)
-    for name, tensor in CheckpointFolder(folder).read(model)["model"].items():
-        assert tensor.placements == tuple(placements[name])
-        assert torch.equal(tensor.full_tensor(), full)
+    whole = folder.with_name("whole")
+    save_folder({"model": dict.fromkeys(placements, full)}, whole)
+    halves = nn.ParameterDict({n: p.detach().half() for n, p in model.items()})
+    for path, reader in ((folder, model), (whole, model), (folder, halves)):
+        for name, tensor in CheckpointFolder(path).read(reader)["model"].items():
+            assert tensor.placements == tuple(placements[name])
+            assert torch.equal(tensor.full_tensor(), full)
 
 
 def test_shards_of_a_mesh_of_two_axes_are_put_together(tmp_path: Path) -> None:

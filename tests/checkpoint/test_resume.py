@@ -358,6 +358,26 @@ def test_files_that_mmengine_numbers_by_epochs_are_resumed(tmp_path: Path) -> No
     assert resumed(tmp_path) == 10
 
 
+def test_the_names_of_a_run_have_seven_digits_and_are_sorted(tmp_path: Path) -> None:
+    for name in ("model_000009.pth", *names(19, 9, 12345678, 29)):
+        (tmp_path / name).touch()
+    ours = names(9, 19, 29, 12345678)
+    assert checkpoint_names(tmp_path) == sorted(["model_000009.pth", *ours])
+    assert names_to_resume(tmp_path) == ours[::-1]
+
+
+def test_a_broken_newest_file_keeps_the_older_ones(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = folder / "model_0000029.pth"
+    flip(newest)
+    delete_after_verifying(str(newest), names(9, 19))
+    newest.unlink()
+    delete_after_verifying(str(newest), names(9, 19))
+    assert checkpoint_names(folder) == [*names(9, 19), "model_best.pth"]
+    assert caplog.text.count("Keeping all older checkpoints") == 2
+
+
 def test_a_broken_final_file_is_tried_after_all_others(folder: Path) -> None:
     path = save(folder, "model_final", 39)
     path.write_bytes(path.read_bytes()[:100])
