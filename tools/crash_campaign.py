@@ -68,6 +68,13 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.store import Store
 from hooktrain.events import load_json_metrics
 
+# What the core logs or raises, as a test holds.
+ROWS_ARE_LOST = (b"NOT WRITTEN", b"METRICS ARE LOST")
+BEST_IS_REFUSED = b"the next best model is tried again"
+NOT_IN_THE_STORE = b"NOT IN THE STORE"
+STORE_IS_TAKEN = b"another process goes on"
+STORE_HAS_A_RUN = b"already has a run"
+
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
 # The weight with which each fault is drawn.
@@ -271,11 +278,11 @@ class Campaign:
             said = log.read_bytes()
             excused: tuple[str, ...] = ()
             # A full disk refused rows, or a run truncated them before its pointer was damaged.
-            if b"NOT WRITTEN" in said or b"METRICS ARE LOST" in said:
+            if any(loss in said for loss in ROWS_ARE_LOST):
                 excused += (".rows",)
             of_best = ".trainer.hooks.BestCheckpointer."
             # A full disk refused a best model, so an earlier one remains.
-            if b"the next best tries again" in said:
+            if BEST_IS_REFUSED in said:
                 excused += (".best", of_best)
             # If the last checkpoint of a complete run is damaged, the run's end is repeated, with
             # knowledge of the best model of the final evaluation.
@@ -402,7 +409,7 @@ class LostMachines(Campaign):
             shutil.rmtree(folder, ignore_errors=True)
         if hit and "damaged" in fault:
             self.damage(variant.store, draw)
-        return code, hit or b"NOT IN THE STORE" in log.read_bytes()[before:]
+        return code, hit or NOT_IN_THE_STORE in log.read_bytes()[before:]
 
     def two_machines(
         self, folder: Path, variant: Variant, seconds: float, draw: Any
@@ -416,14 +423,13 @@ class LostMachines(Campaign):
         other = Path(f"{folder}-other")
         code, _ = run(other, variant)
         end(first)
-        taken = b"another process goes on"
-        stops = taken in log.read_bytes()[before:]
+        stops = STORE_IS_TAKEN in log.read_bytes()[before:]
         if first.exitcode != 0 and not stops:
             raise LostRunError("the first of two machines ends with another error")
         said = Path(f"{other}.log").read_bytes()
         # It has found nothing to resume from in the store, but then a run appeared there.
-        is_late = b"resume it, or give" in said
-        if code != 0 and (stops or not (is_late or taken in said)):
+        is_late = STORE_HAS_A_RUN in said
+        if code != 0 and (stops or not (is_late or STORE_IS_TAKEN in said)):
             raise LostRunError("the second of two machines ends with an error")
         shutil.rmtree(folder if code == 0 else other, ignore_errors=True)
         if code == 0:

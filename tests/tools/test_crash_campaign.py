@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import hooktrain
 from processes import CONTEXT, wait_until
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
@@ -101,6 +102,15 @@ def test_machines_that_are_lost_train_in_bfloat16_with_ddp_and_fsdp(
     assert config["strategy"]["_target_"].endswith("FSDPStrategy")
     assert config["amp"]["dtype"] == "bfloat16"
     assert config["accumulative_counts"] == 2
+
+
+def test_the_core_says_what_the_campaign_looks_for(tool: Any) -> None:
+    package = Path(hooktrain.__file__).parent
+    core = b"".join(path.read_bytes() for path in package.rglob("*.py"))
+    phrases = [*tool.ROWS_ARE_LOST, tool.BEST_IS_REFUSED, tool.NOT_IN_THE_STORE]
+    phrases += [tool.STORE_IS_TAKEN, tool.STORE_HAS_A_RUN]
+    phrases += [b"Resumed exactly", b"which this run computes again and compares: "]
+    assert [phrase for phrase in phrases if phrase not in core] == []
 
 
 def count_ranks(rank: int, folder: str) -> None:
