@@ -18,6 +18,7 @@ from hooktrain.utils.file_io import (
     atomic_write,
     delete,
     is_disk_full,
+    keep_lock,
     lock_folder,
     replacing,
     sweep,
@@ -385,6 +386,14 @@ def test_a_folder_that_is_missing_is_not_locked(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="/missing/"):
         lock_folder(tmp_path / "missing")
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_was_not_locked_stays_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_lock(tmp_path)  # as a single save of a Checkpointer does
+    assert names(tmp_path) == []
+    assert caplog.messages == []
 
 
 FORKED = """
