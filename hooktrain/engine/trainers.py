@@ -169,7 +169,7 @@ class ModelTrainer(TrainerBase):
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_unused_gradients(self)
-            warn_of_idle(self.optim_wrapper, run.versions)
+            warn_of_idle(self.model, self.optim_wrapper, run.versions)
             warn_of_differences(self.model, run.trainable is None)
             warn_of_equal_batches(self._data_loader_iter)
             run.versions = {}

@@ -135,14 +135,20 @@ def rates_of(optimizer: Optimizer | OptimWrapper) -> list[float]:
     return [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
 
 
-def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None:
+def warn_of_idle(
+    model: nn.Module, optim_wrapper: Wrappers, before: Mapping[str, Version]
+) -> None:
     """Warn about optimizers that train nothing, and schedulers that are never stepped.
 
+    The log names the parameters that have had no gradient, if the optimizer keeps states.
+
     Args:
+        model: the model.
         optim_wrapper: the wrapper, or several by name.
         before: the :func:`versions` at the start of the run.
     """
     now = versions(optim_wrapper)
+    names = parameter_names(model)
     for name, wrapper in by_name(optim_wrapper).items():
         optimizer = wrapper.optimizer
         (changes, rates), (changes_before, rates_before) = now[name], before[name]
@@ -153,6 +159,11 @@ def warn_of_idle(optim_wrapper: Wrappers, before: Mapping[str, Version]) -> None
                 "The optimizer %s has not made a step so far",
                 name or type(optimizer).__name__,
             )
+        # A parameter gets its state with its first gradient. LBFGS has one state for all.
+        trained = {p for p in wrapper.parameters if p.requires_grad}
+        unused = [names.get(p) for p in trained - optimizer.state.keys()]
+        if unused and len(optimizer.state) > 1:
+            logger.info("Parameters without a gradient so far: %s", unused[:10])
         # A schedule may begin and end at 0, and a short run is over in the first period.
         bases = [group.get("initial_lr", 0.0) for group in optimizer.param_groups]
         if not any(rates + rates_before + bases):

@@ -1,6 +1,8 @@
 """What a trainer says of optimizers that do not train all of a model."""
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,3 +157,93 @@ def test_a_rate_that_a_schedule_lets_begin_and_end_at_0_is_none_of_0(
     trainer.register_hooks([hooks.LRScheduler(scheduler=schedule(optimizer))])
     trainer.train(max_iter=4)
     assert ("learning rate is 0" in caplog.text) == is_told
+
+
+class Detached(nn.Module):
+    """Two layers, of which the first may get no gradient."""
+
+    def __init__(self, detach: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+        self.detach = detach
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.body(x)
+        if self.detach:
+            features = features.detach()
+        return self.head(features).square().mean()
+
+
+class ByData(torch.optim.SGD):
+    """Writes to ``p.data``, as older optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def told_of_idle(model: nn.Module, optimizer: Any, caplog: Any, count: int = 5) -> Any:
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    trainer = SimpleTrainer(model, [torch.ones(2, 4)], optimizer, 3)
+    trainer.train(max_iter=count)
+    return [text for text in caplog.messages if "without a gradient so far" in text]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+        partial(torch.optim.AdamW, lr=0.1),
+    ],
+)
+def test_parameters_that_get_no_gradient_are_named_once(
+    optimizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Detached()
+    given = optimizer(model.parameters())
+    [told] = told_of_idle(model, given, caplog)
+    assert "'body.weight'" in told
+    assert "'body.bias'" in told
+    assert "head" not in told
+    model.detach = False
+    assert told_of_idle(model, given, caplog) == []
+
+
+def closure_step(trainer: Any) -> None:
+    def closure() -> Any:
+        trainer.optim_wrapper.zero_grad()
+        loss = trainer.model(torch.ones(2, 4))
+        loss.backward()
+        return loss
+
+    trainer.optimizer.step(closure)
+    trainer.record_losses({"loss": closure()})
+
+
+def test_an_optimizer_with_one_state_for_all_parameters_tells_nothing_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Trainer(SimpleTrainer):
+        run_step = closure_step
+
+    caplog.set_level(logging.INFO)
+    model = Detached(False)
+    Trainer(model, None, torch.optim.LBFGS(model.parameters()), 3).train(max_iter=3)
+    assert "without a gradient" not in caplog.text
+
+
+@pytest.mark.parametrize("case", ["trained", "frozen", "by data", "accumulated"])
+def test_models_of_which_all_is_trained_that_is_to_be_are_not_told(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Detached(case == "frozen")
+    model.body.requires_grad_(case != "frozen")
+    kind = ByData if case == "by data" else torch.optim.SGD
+    optimizer: Any = kind(model.parameters(), lr=0.1, momentum=0.9)
+    if case == "accumulated":
+        optimizer = OptimWrapper(optimizer, accumulative_counts=2)
+    assert told_of_idle(model, optimizer, caplog) == []

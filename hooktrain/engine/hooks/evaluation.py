@@ -508,12 +508,6 @@ class EarlyStopping(HookBase):
         value = find_result(self, self._metric, results)
         if value is None:
             return
-        end = self.trainer.max_iter
-        if self._best is None and self._patience * self.trainer.done >= end:
-            logger.info(
-                "This run ends before patience=%d evaluations, so EarlyStopping will not act",
-                self._patience,
-            )
         if is_better(value, self._best, self._mode, self._min_delta):
             self._best = value
             self._waited = 0

@@ -1029,23 +1029,6 @@ def test_a_metric_that_no_evaluation_gives_ends_all_ranks() -> None:
     assert one == other
 
 
-@pytest.mark.parametrize(
-    ("period", "patience", "is_told"),
-    [(5, 4, True), (5, 3, False), (0, 1, True), ("2 epochs", 10, True), (1, 9, False)],
-)
-def test_a_patience_beyond_the_end_of_the_run_is_told_once(
-    period: Any, patience: int, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    evaluation = EvalHook(period, lambda: {"acc": 1.0})
-    trainer = Idle(evaluation, EarlyStopping("acc", "max", patience=patience))
-    trainer.epoch_length = 1
-    trainer.train(max_iter=20)
-    told = [text for text in caplog.messages if "before patience" in text]
-    assert len(told) == is_told
-    assert trainer.done == 20 or not told
-
-
 def test_hooks_that_evaluate_may_give_the_metric_later_than_others() -> None:
     def evaluate(trainer: Any) -> None:
         trainer.after_evaluation({"loss": 1.0})
