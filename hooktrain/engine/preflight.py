@@ -98,23 +98,19 @@ def log_units(trainer: Any) -> None:
         )
 
 
-def tell_of_early_gradients(trainer: Any) -> None:
-    """Log a ``compute_loss`` that computes, clips or frees gradients.
+def warn_of_early_gradients(trainer: Any) -> None:
+    """Warn about a ``compute_loss`` that computes or frees gradients during an accumulation.
 
-    Without accumulation this is no warning: the gradients are only dropped, which may be intended,
-    as for an adversarial example.
+    Without accumulation the trainer drops such gradients, which may be intended, as for an
+    adversarial example.
     """
-    calls = {
-        "backward",
-        "zero_grad",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-    }.intersection(names_used(getattr(trainer, "compute_loss", None)))
-    if calls:
-        logger.log(
-            logging.WARNING if trainer.batches_per_step > 1 else logging.INFO,
-            "compute_loss calls %s, but afterwards the trainer frees and computes the gradients. "
-            "Code that changes them belongs in after_backward(), clipping in the OptimWrapper",
+    calls = {"backward", "zero_grad"}.intersection(
+        names_used(getattr(trainer, "compute_loss", None))
+    )
+    if calls and trainer.batches_per_step > 1:
+        logger.warning(
+            "compute_loss calls %s, which changes the gradients that the trainer accumulates: "
+            "compute those of an adversarial example by torch.autograd.grad()",
             calls,
         )
 

@@ -19,9 +19,9 @@ from hooktrain.engine.preflight import (
     log_modes,
     log_units,
     set_modes,
-    tell_of_early_gradients,
     trainable,
     warn_of_differences,
+    warn_of_early_gradients,
     warn_of_lost_calls,
     warn_of_unused_gradients,
     without_masks,
@@ -151,7 +151,7 @@ class ModelTrainer(TrainerBase):
         run.versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
             log_units(self)
-            tell_of_early_gradients(self)
+            warn_of_early_gradients(self)
             warn_of_equal_samples(self.data_loader)
             # The loader starts last, since its start may draw random numbers.
             self._data_loader_iter.start()
