@@ -51,6 +51,7 @@ from hooktrain.utils.names import Keys, State, dotted
 from hooktrain.utils.tensors import (
     Device,
     Tensors,
+    as_bytes,
     full_tensor,
     is_sharded,
     local_box,
@@ -321,10 +322,8 @@ def _write_parts(tensors: Tensors, path: Path) -> tuple[Parts, Digest]:
             if not _is_to_be_written(name, tensor):
                 continue
             # A host-device synchronisation, if it is on an accelerator.
-            data = local_tensor(tensor).cpu().resolve_conj().resolve_neg().contiguous()
-            # view(-1) of a single number keeps a stride that is not 1.
-            flat = data.as_strided((data.numel(),), (1,))
-            numbers: Any = flat.view(torch.uint8).numpy()
+            data = local_tensor(tensor).cpu().resolve_conj().resolve_neg()
+            numbers: Any = as_bytes(data).numpy()
             head, tail = _container(data.shape, data.dtype)
             begin = file.tell()
             for piece in (head, numbers, tail):

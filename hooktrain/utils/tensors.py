@@ -67,12 +67,19 @@ def device_of(tensor: Tensor) -> torch.device:
     return tensor.device
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor as a vector, which shares its memory if it is contiguous."""
+    # flatten() leaves a single number the stride that it has in another tensor.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
 def checksum(tensor: Tensor) -> int:
     """A checksum of the bytes of a tensor; 0 if it is sharded or sparse."""
     if is_sharded(tensor) or tensor.layout is not torch.strided:
         return 0
     # Host-device synchronisation.
-    numbers: Any = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+    numbers: Any = as_bytes(tensor.detach().cpu()).numpy()
     return crc32(numbers)
 
 

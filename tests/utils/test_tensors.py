@@ -1,6 +1,7 @@
 """Shards of tensors, batches on the device of the model, and what is not finite."""
 
 import math
+import zlib
 from collections import UserDict, defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gloo import run_ranks
-from hooktrain.utils.tensors import compute_device, mover_to, non_finite, shard_like
+from hooktrain.utils.tensors import (
+    as_bytes,
+    checksum,
+    compute_device,
+    mover_to,
+    non_finite,
+    shard_like,
+)
 
 there = nn.Linear(2, 2, device="meta")
 
@@ -203,3 +211,22 @@ def test_each_rank_takes_its_shard_of_a_mapped_file_and_nothing_travels(
     numbers = torch.arange(15)  # three rows, fewer than ranks
     torch.save([numbers.view(3, 5), numbers.float().view(5, 3).t()], tmp_path / "a.pth")
     assert run_ranks(take_shards, 4, tmp_path / "a.pth") == [[True] * 8] * 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3)[1:2, 1],  # a single number with the stride 3
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor(2.5),
+        torch.tensor([True, False]),
+        torch.empty(0),
+    ],
+    ids=["single", "turned", "scalar", "bool", "empty"],
+)
+def test_the_bytes_of_a_tensor_are_those_of_a_list_of_its_numbers(
+    tensor: Tensor,
+) -> None:
+    expected = tensor.numpy().tobytes()
+    assert as_bytes(tensor).numpy().tobytes() == expected
+    assert checksum(tensor) == zlib.crc32(expected)

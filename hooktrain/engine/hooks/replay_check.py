@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.random import fork_rng
 
@@ -21,6 +20,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.periods import Period, PeriodLike
 from hooktrain.utils.tensors import (
     Tensors,
+    as_bytes,
     compute_device,
     is_sharded,
     local_box,
@@ -139,8 +139,7 @@ def _parts(model: nn.Module) -> tuple[int, int]:
     for name, each in model.named_parameters():
         if is_sharded(each) or not (has_shards or name in ignored):
             parts.append((name, local_box(each)))
-            local = local_tensor(each.detach()).flatten()
-            sums.append(local.view(torch.uint8).sum())
+            sums.append(as_bytes(local_tensor(each.detach())).sum())
     total = int(sum(sums))  # host-device synchronisation
     return crc32(repr(parts).encode()), total
 
@@ -167,7 +166,7 @@ def _computed(model: nn.Module, losses: Tensors) -> Rows:
 def _difference(first: Rows, second: Rows) -> str:
     """The first number whose bits differ, with both values; "" if there is none."""
     for (name, before), (_, after) in zip(first, second, strict=True):
-        wrong = before.view(torch.uint8) != after.view(torch.uint8)
+        wrong = as_bytes(before) != as_bytes(after)
         if wrong.any():  # host-device synchronisation
             place = int(wrong.nonzero()[0]) // before.itemsize
             one, other = before[place].item(), after[place].item()

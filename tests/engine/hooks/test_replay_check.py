@@ -128,6 +128,26 @@ def test_a_checked_run_has_the_bits_of_one_that_is_not_checked(
     assert_equal(end_of(wrapper, in_process, ReplayCheck(3)), once)
 
 
+class WithViews(nn.Module):
+    """Has a buffer and a parameter that are single numbers of larger tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(2, 3)[1:2, 1])
+        self.scale = nn.Parameter(torch.ones(2, 3)[1:2, 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift).square().mean()
+
+
+def test_single_numbers_of_larger_tensors_are_compared() -> None:
+    model = WithViews()
+    trainer = SimpleTrainer(model, batches(2), sgd(model))
+    trainer.register_hooks([ReplayCheck(1)])
+    trainer.train(max_iter=2)
+    assert trainer.done == 2
+
+
 def flip(tensor: Tensor) -> None:
     """Flip one bit of the second number: the highest of its fraction."""
     tensor.detach().view(-1).view(torch.int32)[1] ^= 1 << 22
