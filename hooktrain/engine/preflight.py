@@ -152,7 +152,10 @@ def warn_of_lost_calls(trainer: Any) -> None:
 
 def warn_of_unused_gradients(trainer: Any) -> None:
     """Warn about modules beside the model, such as a criterion, that no optimizer trains."""
-    for name, part in vars(trainer).items():
+    # After vars(trainer), Python would take longer to find its attributes, in each step.
+    of_loss = names_used(getattr(trainer, "compute_loss", None))
+    for name in of_loss + names_used(trainer.run_step):
+        part: Any = getattr(trainer, name, None)
         is_beside = isinstance(part, nn.Module) and part is not trainer.model
         if is_beside and _adds_up(part, trainer):
             logger.warning(

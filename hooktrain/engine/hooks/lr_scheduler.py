@@ -6,11 +6,7 @@ from statistics import mode
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    LambdaLR,
-    LRScheduler as TorchScheduler,
-    ReduceLROnPlateau,
-)
+from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import (
@@ -207,9 +203,6 @@ class LRScheduler(HookBase):
                     name,
                     length,
                 )
-        if isinstance(scheduler, LambdaLR):
-            rate = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](end)
-            logger.info("lr ends at %g", rate)
 
     def drive(self, scheduler: Any, optimizer: Optimizer, key: str) -> None:
         """Remember which setting of which optimizer a schedule changes.
