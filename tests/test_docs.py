@@ -1,6 +1,9 @@
 """Every link of the documents leads somewhere, and every document that the code names is there."""
 
+import ast
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -97,3 +100,23 @@ def test_references_of_docstrings_name_what_there_is() -> None:
             assert "~" not in name, f"{path}: a page would show {name}"
             if name.startswith("hooktrain."):
                 locate(name)
+
+
+def first_lines(node: ast.FunctionDef) -> Iterator[str]:
+    """The first lines of what a function returns, as its docstring says."""
+    lines = (ast.get_docstring(node) or "").splitlines()
+    if any("property" in ast.unparse(each) for each in node.decorator_list):
+        yield from lines[:1]
+    for line, following in pairwise(lines):
+        if line in ("Returns:", "Yields:"):
+            yield following
+
+
+def test_no_result_has_a_colon_that_the_site_takes_for_the_end_of_a_type() -> None:
+    found = []
+    for path in (ROOT / "hooktrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name[0] != "_":
+                lines = first_lines(node)
+                found += [line for line in lines if re.match("[^`]*: ", line)]
+    assert found == []

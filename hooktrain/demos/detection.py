@@ -127,8 +127,8 @@ def collate_detection(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """Collate samples for detectors as lists, since the number of boxes differs between images.
 
     Returns:
-        A dict of keyword arguments: ``images``, a list of tensors, and ``targets``, a list of
-        dicts with the other items.
+        A dict of keyword arguments, which are ``images``, a list of tensors, and ``targets``, a
+        list of dicts with the other items.
     """
     images = [sample["image"] for sample in samples]
     targets = []

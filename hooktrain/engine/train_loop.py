@@ -149,7 +149,7 @@ class TrainerBase:
 
     @property
     def epoch_length(self) -> int | None:
-        """The number of iterations per epoch: as set, or by the loader's length, or None."""
+        """The iterations per epoch, as they were set or by the length of the loader, or None."""
         own = -(-self._loader_length // self.batches_per_step)  # rounded up
         return self._epoch_length or own or None
 
