@@ -220,9 +220,8 @@ def _warn_of_no_mean(
     if half == 0:
         return
     _seen.add(metric.__code__)
-    with suppress(
-        Exception
-    ):  # outputs may not be sliceable, or a half may be too small
+    # Outputs may not be sliceable, and a half may be too small.
+    with suppress(Exception):
         # Host-device synchronisation, once per function.
         first = float(metric(outputs[:half], targets[:half]))
         second = float(metric(outputs[half:], targets[half:]))
