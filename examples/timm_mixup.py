@@ -14,7 +14,7 @@ from hooktrain import CosineParamScheduler, WarmupParamScheduler, default_hooks
 from hooktrain import build_test_loader, build_train_loader
 from hooktrain import inference_on_dataset, launch
 from hooktrain.demos import DigitsDataset, RandomShift
-from hooktrain.model.wrappers import unwrap_model
+from hooktrain.model import unwrap_model
 
 
 def small_convnext():

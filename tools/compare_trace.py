@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hooktrain.config import LazyConfig
 from hooktrain.engine import HookBase, TrainerBase, build_trainer, default_setup
-from hooktrain.model.wrappers import unwrap_model
+from hooktrain.model import unwrap_model
 from hooktrain.solver.optim_wrapper_dict import by_name
 from hooktrain.utils import comm
 from hooktrain.utils.names import dotted

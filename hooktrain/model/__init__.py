@@ -19,4 +19,5 @@ from hooktrain.model.wrappers import (
     SeparateDistributedDataParallel as SeparateDistributedDataParallel,
     StepDistributedDataParallel as StepDistributedDataParallel,
     is_model_wrapper as is_model_wrapper,
+    unwrap_model as unwrap_model,
 )

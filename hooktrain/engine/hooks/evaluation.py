@@ -518,8 +518,8 @@ class EarlyStopping(HookBase):
     def _stop_if_exhausted(self) -> None:
         if self._waited >= self._patience:
             self.trainer.request_stop(
-                f"{self._metric} has not improved on {self._best} by more than min_delta "
-                f"in {self._waited} evaluations"
+                f"{self._metric} has not improved on {self._best} by more than "
+                f"min_delta={self._min_delta} in {self._waited} evaluations"
             )
 
     def state_dict(self) -> State:

@@ -1068,7 +1068,7 @@ def test_only_some_evaluations_may_give_the_metric(
     trainer.register_hooks([evaluation])
     with caplog.at_level(logging.INFO, "hooktrain"):
         trainer.train(0, 20)
-    assert "has not improved on 2.0 by more than min_delta" in str(trainer.stop_reason)
+    assert "has not improved on 2.0 by more than min_delta=" in str(trainer.stop_reason)
     told = levels_of("'fid'.*math.nan", caplog)
     assert told == ([] if "fid" in of_first else ["WARNING"])
 
