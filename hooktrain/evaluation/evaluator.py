@@ -395,9 +395,7 @@ def inference_on_dataset(
         evaluator = [evaluator]
     evaluator = DatasetEvaluators(evaluator)
     evaluator.reset()
-    module = nn.Module()  # a function has no parameters
-    if isinstance(model, nn.Module):
-        module = model
+    module = as_module(model)
     inner = model
     if isinstance(model, DistributedDataParallel):
         # DDP's forward may exchange buffers, and would wait for ranks with fewer batches.
@@ -481,6 +479,11 @@ def _tell(done: int, seconds: float) -> None:
         pretty_seconds(seconds),
         seconds / max(1, done),
     )
+
+
+def as_module(model: Any) -> nn.Module:
+    """The model itself, or an empty module for anything else, such as a function."""
+    return model if isinstance(model, nn.Module) else nn.Module()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -21,7 +20,11 @@ from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
-from hooktrain.evaluation.evaluator import DatasetEvaluators, inference_context
+from hooktrain.evaluation.evaluator import (
+    DatasetEvaluators,
+    as_module,
+    inference_context,
+)
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.events.history import OF_THE_MACHINE
 from hooktrain.utils import comm
@@ -162,9 +165,7 @@ class EvalHook(HookBase):
     def _evaluate(self) -> Numbers:
         before = DatasetEvaluators.evaluations
         model = getattr(self.trainer, "model", None)
-        if not isinstance(model, nn.Module):
-            model = nn.Module()
-        with inference_context(model):
+        with inference_context(as_module(model)):
             self.last_results = self._func() or {}
         numbers = as_numbers(self.last_results)
         is_lost = not numbers and DatasetEvaluators.evaluations > before

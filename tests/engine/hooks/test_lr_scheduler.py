@@ -89,6 +89,18 @@ def test_the_log_says_how_often_a_scheduler_of_torch_steps(
     assert [text for text in caplog.messages if text.startswith(told)]
 
 
+def train_two_epochs(
+    schedule: Any, by_epoch: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Train for two epochs of three iterations, with the log from INFO on."""
+    trainer = linear_trainer(lr=1.0)
+    trainer.epoch_length = 3
+    made = schedule(trainer.optimizer)
+    trainer.register_hooks([LRScheduler(scheduler=made, by_epoch=by_epoch)])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 6)
+
+
 @pytest.mark.parametrize(
     ("schedule", "by_epoch", "steps", "is_wave"),
     [
@@ -107,12 +119,7 @@ def test_the_log_says_how_many_steps_a_scheduler_takes_and_if_a_cosine_goes_up_a
     is_wave: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer = linear_trainer(lr=1.0)
-    trainer.epoch_length = 3
-    made = schedule(trainer.optimizer)
-    trainer.register_hooks([LRScheduler(scheduler=made, by_epoch=by_epoch)])
-    with caplog.at_level(logging.INFO, "hooktrain"):
-        trainer.train(0, 6)
+    train_two_epochs(schedule, by_epoch, caplog)
     assert f" takes {steps} steps in this run" in caplog.text
     assert f"(by_epoch={by_epoch})" in caplog.text
     assert ("rises again after T_max=2 steps" in caplog.text) is is_wave
@@ -148,12 +155,7 @@ def test_the_log_has_the_rates_of_the_group_with_the_highest(
 def test_the_log_says_that_a_schedule_is_longer_than_the_run(
     schedule: Any, by_epoch: bool, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = linear_trainer(lr=1.0)
-    trainer.epoch_length = 3
-    made = schedule(trainer.optimizer)
-    trainer.register_hooks([LRScheduler(scheduler=made, by_epoch=by_epoch)])
-    with caplog.at_level(logging.INFO, "hooktrain"):
-        trainer.train(0, 6)
+    train_two_epochs(schedule, by_epoch, caplog)
     assert (told or "takes") in caplog.text
     said = [m for m in caplog.messages if "The run ends at" in m]
     assert len(said) == bool(told)
