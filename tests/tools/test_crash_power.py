@@ -1,6 +1,5 @@
 """A short campaign of power cuts, and its account of what they may lose."""
 
-import importlib
 import os
 import random
 from collections.abc import Iterator
@@ -8,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from processes import CONTEXT
-
-TOOLS = Path(__file__).parent.parent.parent / "tools"
+from loading import crash_tool
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        power = importlib.import_module("crash_power")
-        patch.setattr(power, "CONTEXT", CONTEXT)
+    with crash_tool("crash_power") as power:
         yield power
 
 
