@@ -13,15 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from loading import crash_tool
 
 import hooktrain
 from processes import CONTEXT, wait_until
 
+TOOLS = Path(__file__).parent.parent.parent / "tools"
+
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Any]:
-    with crash_tool("crash_campaign", "crash_faults") as campaign:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        campaign = importlib.import_module("crash_campaign")
+        for module in (campaign, importlib.import_module("crash_faults")):
+            patch.setattr(module, "CONTEXT", CONTEXT)
         yield campaign
 
 

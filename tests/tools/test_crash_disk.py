@@ -1,5 +1,6 @@
 """Power cuts of a real file system, and that the tool would notice a checkpoint that is lost."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -8,15 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loading import crash_tool
 
 from hooktrain.checkpoint.files import save_file
 from hooktrain.checkpoint.resume import write_pointer
+from processes import CONTEXT
+
+TOOLS = Path(__file__).parent.parent.parent / "tools"
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Any]:
-    with crash_tool("crash_disk", "crash_campaign", "crash_faults") as disk:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        disk = importlib.import_module("crash_disk")
+        for name in ("crash_disk", "crash_campaign", "crash_faults"):
+            patch.setattr(importlib.import_module(name), "CONTEXT", CONTEXT)
         yield disk
 
 

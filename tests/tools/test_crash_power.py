@@ -1,5 +1,6 @@
 """A short campaign of power cuts, and its account of what they may lose."""
 
+import importlib
 import os
 import random
 from collections.abc import Iterator
@@ -7,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loading import crash_tool
+
+from processes import CONTEXT
+
+TOOLS = Path(__file__).parent.parent.parent / "tools"
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Any]:
-    with crash_tool("crash_power") as power:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        power = importlib.import_module("crash_power")
+        patch.setattr(power, "CONTEXT", CONTEXT)
         yield power
 
 
