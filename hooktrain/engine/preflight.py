@@ -18,6 +18,7 @@ from hooktrain.solver.checks import check_optimizers
 from hooktrain.strategy.ddp import refuse_unexchanged
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
+from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import names_used
 from hooktrain.utils.tensors import checksum, compute_device
 
@@ -174,10 +175,10 @@ def _adds_up(module: nn.Module, trainer: Any) -> bool:
 
 
 def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
-    """Warn if the ranks have different weights or buffers. A collective.
+    """Warn, once a run, if the ranks have different weights or buffers. A collective.
 
-    A checkpoint has the buffers of the main process. Running statistics of norms are not compared,
-    since no training step reads them. Neither are sharded and sparse buffers.
+    A checkpoint has those of the main process. Running statistics of norms are not compared, since
+    no training step reads them. Neither are sharded and sparse buffers.
 
     Args:
         model: the model.
@@ -187,7 +188,7 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
         return
     norm = 0.0
     if not is_sharded:
-        # Host-device synchronisation, once a run, as for the checksums.
+        # Host-device synchronisation, as for the checksums.
         norm = float(nn.utils.get_total_norm(trainable(model).values()))
     checksums = {}
     # DistributedDataParallel may send the first rank's buffers before each forward pass.
@@ -199,16 +200,19 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
                 checksums[name] = checksum(buffer)
     norms, buffers = zip(*comm.all_gather((norm, checksums)), strict=True)
     if min(norms) < 0.999999 * max(norms):
-        logger.warning(
+        log_once(
+            logger.warning,
             "The ranks have different weights. To exchange gradients, give the trainer "
-            "create_ddp_model(model), and call this, self.model, not the module inside it"
+            "create_ddp_model(model), and call this, self.model, not the module inside it. A hook "
+            "that changes weights must do so on every rank",
         )
     different = [name for name in checksums if len({of[name] for of in buffers}) > 1]
     if different:
-        logger.warning(
+        log_once(
+            logger.warning,
             "Buffers differ between the ranks, but all ranks would resume with those of the main "
             "process: %s",
-            different[:5],
+            str(different[:5]),
         )
 
 

@@ -230,7 +230,8 @@ class ModelTrainer(TrainerBase):
     def prepare_save(self) -> None:
         """Check before a save that everything is finite on every rank. A collective.
 
-        The next :meth:`state_dict` of this iteration does not check the weights again.
+        Warn if the ranks have different weights. The next :meth:`state_dict` of this iteration
+        does not check the weights again.
 
         Raises:
             FloatingPointError: on all ranks, if a loss or a weight of any rank is not finite.
@@ -238,6 +239,7 @@ class ModelTrainer(TrainerBase):
         super().prepare_save()
         # Outside on_all_ranks, since the state_dict of a hook may be a collective.
         on_all_ranks(partial(self._refuse, self._find_non_finite()))
+        warn_of_differences(self.model, self._run.trainable is None)
         self._run.confirmed = self.done
 
     def _find_non_finite(self) -> set[str]:

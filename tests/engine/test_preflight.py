@@ -4,7 +4,8 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from functools import wraps
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gloo import run_ranks, torchrun
+from hooktrain.checkpoint import Checkpointer
 from hooktrain.data import build_train_loader
 from hooktrain.engine import SimpleTrainer, create_ddp_model, hooks
 from hooktrain.engine.hooks import CallbackHook
@@ -427,6 +429,46 @@ def test_ranks_that_train_different_weights_are_told_once(calls_inner: bool) -> 
     assert told == told_too
     assert len(told) == calls_inner
     assert all("different weights" in text for text in told)
+
+
+def warnings_of_late_differences(folder: str) -> list[list[str]]:
+    """The warnings of runs in which the ranks differ after the first period, or never."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+
+    def change(name: str, ranks: Any, trainer: SimpleTrainer) -> None:
+        if trainer.iter == 3 and comm.get_rank() in ranks:
+            trainer.model.module.state_dict()[name].mul_(0.5)
+
+    of_runs = []
+    for name, ranks in (("fc.weight", [0, 1]), ("fc.weight", [0]), ("queue", [1])):
+        told.clear()
+        model: Any = LinearLoss()
+        model.register_buffer("queue", torch.ones(2))
+        model = create_ddp_model(model, broadcast_buffers=False)
+        trainer = SimpleTrainer(model, batches(2), sgd(model))
+        trainer.sync_period = 2
+        saver = Checkpointer(model, f"{folder}/{len(of_runs)}", trainer=trainer)
+        trainer.register_hooks(
+            [
+                CallbackHook(after_step=partial(change, name, ranks)),
+                hooks.PeriodicCheckpointer(saver, 2),
+            ]
+        )
+        trainer.train(max_iter=8)
+        of_runs.append([*told])
+    return of_runs
+
+
+def test_ranks_that_differ_later_are_told_once_before_a_save(tmp_path: Path) -> None:
+    for alike, weights, buffers in run_ranks(
+        warnings_of_late_differences, 2, str(tmp_path)
+    ):
+        assert alike == []
+        assert ["on every rank" in text for text in weights] == [True]
+        assert [text.endswith("['queue']") for text in buffers] == [True]
 
 
 @pytest.mark.parametrize("count", [1, 3])
