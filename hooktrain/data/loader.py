@@ -42,6 +42,17 @@ _DECIDED = (
     "batches; shuffle=False keeps the order)"
 )
 
+# torch's DataLoader refuses changes of such attributes too.
+_FIXED = (
+    "dataset",
+    "sampler",
+    "total_batch_size",
+    "seed",
+    "options",
+    "batch_size",
+    "batch_sampler",
+)
+
 # Their samples draw no random numbers; those of a subclass may.
 _PLAIN = (list, range, Tensor, np.ndarray, TensorDataset)
 
@@ -60,7 +71,8 @@ class TrainLoader:
     the global generators of torch, numpy or Python. So the batches depend neither on the number of
     ranks and workers nor on interruptions, and skipping reads no sample.
 
-    :func:`build_train_loader` makes it.
+    :func:`build_train_loader` makes it. Its data set, sampler, batch size, seed and options cannot
+    be replaced, since a running iterator would keep the old ones.
 
     Attributes:
         dataset: the data set.
@@ -83,6 +95,19 @@ class TrainLoader:
     batches: int = 0
     is_counted: bool = True
     endless: ClassVar[bool] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            ValueError: if a running iterator would not notice the change.
+        """
+        if name in _FIXED and hasattr(self, "options"):
+            raise ValueError(
+                f"{name} of a loader cannot be set, since its iterator would keep the old one: "
+                "build another loader, and assign it to trainer.data_loader"
+            )
+        super().__setattr__(name, value)
 
     def __len__(self) -> int:
         """The number of batches in an epoch of the sampler. The stream does not end there."""
@@ -113,7 +138,8 @@ class TrainLoader:
             # Reading a sample in this process must not change the random numbers of the step.
             with preserved_rng_state(spare) if in_process else nullcontext():
                 batch = next(batches)
-            self.batches += self.is_counted
+            if self.is_counted:
+                self.batches += 1
             yield batch
 
     def _keys(self) -> Iterator[list[Key]]:
@@ -170,9 +196,10 @@ class TrainLoader:
             ValueError: see :meth:`check_state_dict`.
         """
         self.check_state_dict(state_dict)
-        self.seed = state_dict["seed"]  # the same, if it was given
+        seed = state_dict["seed"]  # the same, if it was given
+        super().__setattr__("seed", seed)
         if isinstance(self.sampler, StreamSampler):
-            self.sampler.seed = self.seed
+            self.sampler.seed = seed
         self.batches = state_dict["batches"]
 
     def _identity(self) -> State:

@@ -249,6 +249,30 @@ def test_a_position_in_another_stream_is_refused(
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"total_batch_size": 2},
+        {"sampler": RandomSampler(range(10))},
+        {"dataset": range(9)},
+        {"seed": 6},
+        {"options": {}},
+        {"batch_size": 2},
+    ],
+)
+def test_what_a_running_iterator_would_not_notice_is_refused(
+    change: dict[str, Any],
+) -> None:
+    loader = make()
+    next(iter(loader))
+    before = {**vars(loader)}
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{name} of a loader.*trainer.data_loader"):
+        setattr(loader, name, value)
+    assert vars(loader) == before
+    loader.name = "train"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
     ("sampler", "seed"),
     [
         (lambda: None, None),
