@@ -9,10 +9,10 @@
     python tools/benchmark.py replay
     python tools/benchmark.py data
 
-Machines are noisy and drift, so a process trains alternately by a bare loop and by hooktrain, and
-the result is the median over the pairs. ``step`` trains a linear layer in one process, ``ddp`` the
-same in two, and ``fsdp`` a small transformer in two, all on the CPU. hooktrain's loop has a timer,
-a schedule, and the metrics of every iteration, which go to the console and to JSON every 20
+Machines are noisy and drift, so a process alternates between a bare loop and hooktrain, and the
+result is the median over the pairs. ``step`` trains a linear layer in one process, ``ddp`` the same
+in two, and ``fsdp`` a small transformer in two, all on the CPU. hooktrain's loop has a timer, a
+schedule, and the metrics of every iteration, which go to the console and to JSON every 20
 iterations. ``replay`` trains the transformer in one process, with hooktrain in both turns: without
 and with ``ReplayCheck(100)``. ``data`` reads batches of 32 numbers without workers, by torch's
 loader and by ``build_train_loader``: from a plain container and from a data set that may draw
@@ -23,10 +23,10 @@ iterations to those of a bare loop and of a loop with Lightning Fabric, which re
 must be installed (``lightning-fabric``). ``row`` measures the time that PeriodicWriter takes in
 such a run to write a row of metrics to the console and to JSON.
 
-With ``--instructions`` it counts instead the instructions of a step, and those of a row of metrics,
-which are the same on a busy machine as on an idle one. Under valgrind (a package of most systems),
-forks of a process that has imported everything run 100 and 600 steps of each loop; the difference
-is 500 steps. The cost of a row is that of 20 steps minus that of 20 steps without writers.
+``--instructions`` counts the instructions of a step and of a row of metrics instead, which do not
+depend on how busy the machine is. Under valgrind (a package of most systems), forks of a process
+that has imported everything run 100 and 600 steps of each loop; the difference is 500 steps. The
+cost of a row is that of 20 steps minus that of 20 steps without writers.
 """
 
 import argparse
@@ -109,7 +109,7 @@ class InTurns(HookBase):
         self._starts = []
 
     def means(self) -> list[tuple[float, float]]:
-        """For each turn, microseconds an iteration of the first other loop and of this one."""
+        """For each turn, microseconds per iteration of the first other loop and of this one."""
         pairs = []
         for bare, ours in self.turns:
             mean, own = ((t[-1] - t[0]) / (len(t) - 1) * 1e6 for t in (bare, ours))
@@ -125,7 +125,7 @@ class InTurns(HookBase):
 
 
 class OwnLoss(SimpleTrainer):
-    """Calls the model by itself."""
+    """Calls the model in its own ``compute_loss``."""
 
     def compute_loss(self, data: Any) -> Any:
         """The model's loss."""
@@ -182,7 +182,7 @@ def train(
     writer: type[hooks.PeriodicWriter] = hooks.PeriodicWriter,
     has_writers: bool = True,
 ) -> None:
-    """Train by hooktrain, with the hooks that most runs have; ``last`` are further hooks."""
+    """Train with hooktrain and the hooks that most runs have; ``last`` are further hooks."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open(f"{folder}/console", "w") as console,
@@ -204,7 +204,7 @@ def train(
 
 
 def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, float]]:
-    """Train by the full stack and by a bare loop in turns, in this process or in one of several."""
+    """Alternate between the full stack and a bare loop, in this process or in one of several."""
     torch.set_num_threads(1)
     model, batch = model_and_batch(kind)
     bare_model, _ = model_and_batch(kind)
@@ -234,7 +234,7 @@ def train_in_turns(kind: str, pairs: int, iterations: int) -> list[tuple[float, 
 
 
 def block_of(step: Callable[[], None], iterations: int) -> list[float]:
-    """Make steps, and give the times when they started."""
+    """Run steps, and return their start times."""
     starts = []
     for _ in range(iterations):
         starts.append(time.perf_counter())
@@ -243,7 +243,7 @@ def block_of(step: Callable[[], None], iterations: int) -> list[float]:
 
 
 def fabric_loop(records: bool) -> Callable[[], None]:
-    """An iteration with Lightning Fabric; if it records, with a schedule and the loss, too."""
+    """An iteration with Lightning Fabric; ``records`` adds a schedule and the recorded loss."""
     from lightning_fabric import Fabric  # type: ignore[import-not-found, unused-ignore]
 
     plain, batch = model_and_batch("step")
@@ -266,7 +266,7 @@ def fabric_loop(records: bool) -> Callable[[], None]:
 
 
 def compare_with_fabric(turns: int, iterations: int) -> None:
-    """Print the median iteration of a bare loop, of ones with Lightning Fabric, and of ours."""
+    """Print the median iteration of a bare loop, of loops with Lightning Fabric, and of ours."""
     torch.set_num_threads(1)
     model, batch = model_and_batch("step")
     optimizer = new_optimizer(model)
@@ -289,7 +289,7 @@ def compare_with_fabric(turns: int, iterations: int) -> None:
 
 
 def report_rows(rows: int) -> None:
-    """Print what a row of metrics takes in a run."""
+    """Print the time of a row of metrics in a run."""
     torch.set_num_threads(1)
     model, batch = model_and_batch("step")
     train(model, batch, 20 * rows, writer=TimedWriter)
@@ -310,7 +310,7 @@ class Numbers(Dataset[int]):
 def read_in_turns(
     numbers: Any, pairs: int, iterations: int
 ) -> list[tuple[float, float]]:
-    """Read batches by torch's loader and by hooktrain's in turns: microseconds a batch of both."""
+    """Alternate between torch's loader and hooktrain's; return microseconds per batch of both."""
     torch.set_num_threads(1)
     endless = RandomSampler(numbers, replacement=True, num_samples=10**9)
     loaders = (
@@ -344,8 +344,8 @@ def run_steps(loop: str, iterations: int) -> None:
 
 
 def fork_loops() -> None:
-    """Run some steps of each loop in processes of their own, and print their numbers."""
-    # Everything is imported and compiled once, since valgrind slows this down most.
+    """Run some steps of each loop in separate processes, and print their process ids."""
+    # Import and compile everything only once, which is slowest under valgrind.
     run_steps("hooktrain", 20)
     for loop in LOOPS:
         for iterations in FEW_AND_MANY:
@@ -359,7 +359,7 @@ def fork_loops() -> None:
 
 def count_instructions() -> dict[str, float]:
     """The instructions of a step of a bare loop and of ours, and of a row, in thousands."""
-    # Threads that wait busily and the order of sets would differ from run to run.
+    # Spinning threads and the order of sets would differ from run to run.
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONHASHSEED": "0"}
     command = ["setarch", "--addr-no-randomize"]
@@ -400,7 +400,7 @@ def report(
     iterations: int,
     names: tuple[str, str] = ("bare loop", "hooktrain"),
 ) -> None:
-    """Print the medians of pairs of microseconds an iteration, by default bare and hooktrain."""
+    """Print the medians of pairs of microseconds per iteration, by default bare and hooktrain."""
     rows = [
         [f"{names[0]}, us", statistics.median(bare for bare, _ in pairs)],
         [f"{names[1]}, us", statistics.median(ours for _, ours in pairs)],
@@ -418,7 +418,7 @@ def report(
 
 
 def report_of_two(kind: str, pairs: int, iterations: int) -> None:
-    """Print what the main process of two has measured."""
+    """Print the measurements of the main process of two."""
     found = train_in_turns(kind, pairs, iterations)
     if comm.is_main_process():
         report(f"{kind}, two processes", found, iterations)
@@ -445,8 +445,8 @@ def main() -> None:
     if args.instructions:
         report_instructions()
         return
-    # One more than a multiple of 20: the times between two starts then hold whole periods.
-    # Those of replay have one check.
+    # One more than a multiple of 20, so that the times between starts cover whole periods. Those of
+    # replay have one check.
     by_default = {"fsdp": 41, "replay": 100, "data": 100}
     iterations = args.iterations or by_default.get(args.what, 1001)
     if args.what == "fabric":

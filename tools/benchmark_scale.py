@@ -8,24 +8,25 @@
     python tools/benchmark_scale.py connections
 
 ``ranks`` trains in one process that acts as the main one of many: under torch's fake process group
-collectives return at once, without data from other ranks. So it measures the work of a rank itself,
-and counts the bytes that it sends, but neither the network nor the wait for others. Runs of all
-sizes take turns, since machines are noisy and drift. Other programs can only add time, so the
-fastest round is the best estimate, and the median shows how disturbed the rounds were.
+collectives return at once, without data from other ranks. So it measures the rank's own work and
+counts the bytes that it sends, but not the network or the wait for other ranks. Runs of all sizes
+take turns, since machines are noisy and drift. Other programs can only add time, so the fastest
+round is the best estimate, and the median shows how noisy the rounds were.
 
 ``checkpoint`` measures, on this disk and one core, each operation on the bytes of a checkpoint.
 From that it computes the costs of larger checkpoints.
 
-``index`` makes the index of a folder of shards as many ranks would write it, and measures the time
-of one rank to find and read its shards, and of the main process for the index at each save.
+``index`` builds the index of a folder of shards as many ranks would write it, and measures how long
+one rank takes to find and read its shards, and how long the main process takes for the index at
+each save.
 
 ``saves`` compares two revisions, which take turns to save, verify and read the same folder.
 
-``sampler`` measures, for a rank of 4,096 with 32 samples each, the time and the memory that a
-resumed loader takes to choose its first batch and each later one.
+``sampler`` measures, for one of 4,096 ranks with 32 samples each, the time and the memory that a
+resumed loader needs to choose its first batch and each later one.
 
-``connections`` starts real processes on this machine, a multiple of eight, that join over gloo, and
-counts the files that each of them has open (Linux).
+``connections`` starts real processes on this machine, a multiple of eight, that connect over gloo,
+and counts the open files of each (Linux).
 """
 
 import argparse
@@ -93,7 +94,7 @@ class Model(nn.Module):
 
 
 class Traffic(TorchDispatchMode):
-    """Counts collectives, whoever begins them, and the bytes passed to them."""
+    """Counts all collectives, torch's own included, and the bytes passed to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class Traffic(TorchDispatchMode):
 
 @contextmanager
 def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process acts as one of so many ranks."""
+    """Let this process act as one of many ranks inside the context."""
     if ranks == 1:
         yield
         return
@@ -133,7 +134,7 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def full_stack(metrics: int, iterations: int) -> Iterator[SimpleTrainer]:
-    """A trainer with timer, schedule, and all metrics to a log and to JSON each 20 iterations."""
+    """A trainer with a timer, a schedule, and writers to a log and to JSON every 20 iterations."""
     torch.manual_seed(0)
     model = Model(metrics)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -160,7 +161,7 @@ def full_stack(metrics: int, iterations: int) -> Iterator[SimpleTrainer]:
 def microseconds(ranks: int, metrics: int, iterations: int) -> float:
     """The processor time of an iteration, which other programs disturb least.
 
-    It leaves out the start of a run, when each rank reads the names of the hooks of all ranks.
+    It excludes the start of a run, when each rank reads the names of the hooks of all ranks.
     """
     with one_of(ranks), full_stack(metrics, iterations) as trainer:
         starts: list[float] = []
@@ -212,7 +213,7 @@ def ranks_command(
 def seconds_of(function: Callable[[], object], rounds: int) -> tuple[float, float]:
     """The wall time and the processor time of the fastest of several calls.
 
-    Other programs only add to them, least to the second one, which leaves out the disk.
+    Other programs can only add to them, least to the processor time, which excludes the disk.
     """
     times, busy = [], []
     for _ in range(rounds):
@@ -235,7 +236,7 @@ Speeds = dict[str, tuple[float, float]]
 
 
 def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
-    """GB/s of each thing that is done to the bytes of a checkpoint, and GB a processor second."""
+    """For each operation on the bytes of a checkpoint, GB/s and GB per processor second."""
     count = 48
     size = max(1, int(gigabytes * 1e9 / 4 / count))
     state = {f"layer_{i}": torch.rand(size) for i in range(count)}
@@ -258,7 +259,7 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
 
-    # In this order: what reads comes after what writes.
+    # In this order: readers come after writers.
     steps: dict[str, Callable[[], object]] = {
         "copy into fresh memory": lambda: copy_to_host(state, {}, False),
         "copy into kept memory": lambda: copy_to_host(state, memory, False),
@@ -281,12 +282,11 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
 
 
 def index_of_many(ranks: int, tensors: int, folder: Path) -> list[Any]:
-    """What the index of so many sharded tensors costs, with the first shards of each in a folder.
+    """Measure the index of many sharded tensors, with the first shard of each in a folder.
 
     Returns:
-        MB of the manifest; processor seconds to read it, and to read the shards of rank 0, with the
-        index; and what the main process of a save gets from each rank, in KB, and does for the
-        index, in seconds.
+        MB of the manifest; processor seconds to read it, and to read it with the shards of rank 0;
+        KB that the main process receives from each rank at a save; and its seconds for the index.
     """
     with one_of(ranks):
         mesh, shape = init_device_mesh("cpu", (ranks,)), torch.Size([ranks, 4])
@@ -323,7 +323,7 @@ def index_of_many(ranks: int, tensors: int, folder: Path) -> list[Any]:
 
 
 def moved(parts: folders.Parts, rank: int) -> folders.Parts:
-    """The parts that rank 0 has written as another rank would have written them."""
+    """The parts that rank 0 wrote, as if another rank had written them."""
     own = {}
     for name, (((_, *columns), sizes), (_, *place)) in parts.items():
         own[name] = (((rank, *columns), sizes), (rank, *place))
@@ -331,7 +331,7 @@ def moved(parts: folders.Parts, rank: int) -> folders.Parts:
 
 
 def index_command(worlds: list[int], tensors: int) -> None:
-    """Print what the index of a folder of shards costs."""
+    """Print the cost of the index of a folder of shards."""
     rows = []
     for ranks in worlds:
         with tempfile.TemporaryDirectory() as folder:
@@ -342,7 +342,7 @@ def index_command(worlds: list[int], tensors: int) -> None:
     print(tabulate(rows, headers, "pipe", intfmt=",", floatfmt=",.3g"))
 
 
-# Run by a revision's own package: seconds of a save, a verification and a read.
+# Run with a revision's own package; prints the seconds of a save, a verification and a read.
 SAVES = """
 import sys, time
 import torch
@@ -406,9 +406,9 @@ def checked_out(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def costs(speed: Speeds, billions: float, ranks: int) -> list[Any]:
-    """What a sharded checkpoint of so many parameters costs each of the ranks, in seconds.
+    """The cost of a sharded checkpoint of so many parameters for each rank, in seconds.
 
-    This is processor time, as if the disk kept up.
+    This is processor time: the disk is assumed to keep up.
     """
     share = 12 * billions / ranks  # GB: weights and both moments of AdamW, float32
     blocked = share / speed["copy into kept memory"][1]
@@ -438,7 +438,7 @@ def checkpoint_command(gigabytes: float, rounds: int, folder: str | None) -> Non
 
 
 def choosing(samples: int, ranks: int = 4096, share: int = 32) -> list[Any]:
-    """Seconds to the first batch of the second epoch, us for each later one, and MiB of that.
+    """Seconds to the first batch of the second epoch, us for each later one, and MiB for both.
 
     These are processor times, which other programs disturb least.
     """
@@ -462,14 +462,14 @@ def choosing(samples: int, ranks: int = 4096, share: int = 32) -> list[Any]:
 
 
 def sampler_command(sizes: list[int]) -> None:
-    """Print what choosing the samples of a rank takes."""
+    """Print the cost of choosing the samples of a rank."""
     rows = [choosing(size) for size in sizes]
     headers = ["samples", "first batch, s", "each later one, us", "MiB"]
     print(tabulate(rows, headers, "pipe", intfmt=",", floatfmt=("g", ".4f", ".1f")))
 
 
 def open_files(rank: int, ranks: int, port: int, lazy: bool, results: Any) -> None:
-    """Join, talk, and make the group of background saves; count the open files after each."""
+    """Join, communicate, and create the group for background saves; count open files after each."""
 
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -499,7 +499,7 @@ def open_files(rank: int, ranks: int, port: int, lazy: bool, results: Any) -> No
 
 
 def connections_command(worlds: list[int]) -> None:
-    """Print how many files the ranks open: rank 0, and the most of the others."""
+    """Print the number of open files of rank 0, and the largest of the other ranks."""
     rows = []
     for ranks in worlds:
         for lazy in (False, True):

@@ -27,7 +27,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 def options_of(strategy: str, wrap: str, precision: str, compiled: bool) -> list[str]:
-    """The overrides that make a row."""
+    """The overrides of a row."""
     config: dict[str, Any] = {"_target_": f"hooktrain.strategy.{strategy}"}
     if strategy == "FSDPStrategy" and wrap:
         config["wrap"] = [wrap]
@@ -43,7 +43,7 @@ def options_of(strategy: str, wrap: str, precision: str, compiled: bool) -> list
 def run(
     args: argparse.Namespace, processes: int, options: list[str]
 ) -> tuple[str, str]:
-    """Milliseconds an iteration and the last loss; or what went wrong."""
+    """Milliseconds per iteration and the last loss; or "failed" and the error."""
     launcher = [sys.executable]
     if processes > 0:
         launcher += ["-m", "torch.distributed.run", "--standalone"]

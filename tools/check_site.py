@@ -2,10 +2,10 @@
 
     make check-site
 
-It looks for dead links and anchors, pictures that are not shown, messages on the console, requests
-to other hosts, pages that are wider than the window, and a search that does not find a class first.
-`--screenshots FOLDER` also writes a picture of each page, in a wide and in a narrow window.
-It needs playwright and a Chromium (`--browser`), and no network.
+It reports dead links and anchors, images that do not load, console messages, requests to other
+hosts, pages that are wider than the window, and a search for a class that does not find it first.
+`--screenshots FOLDER` also writes a screenshot of each page in a wide and in a narrow window. It
+needs playwright and Chromium (`--browser`), but no network.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 
 WIDE, NARROW = (1440, 1000), (390, 844)
 
-# Links, anchors and pictures of a page as the browser has resolved them.
+# The links, anchors and images of a page, as resolved by the browser.
 LINKS = "[...document.links].map(link => link.href)"
 ANCHORS = "[...document.querySelectorAll('[id]')].map(element => element.id)"
 BROKEN_PICTURES = """[...document.images]
@@ -31,15 +31,15 @@ TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clie
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves the files of the site without a line for each."""
+    """Serves the files of the site without logging each request."""
 
     def log_message(self, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of a server of this folder, on this machine."""
+    """Serve a folder on this machine, and yield the address."""
     handler = functools.partial(Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -50,25 +50,25 @@ def served(folder: Path) -> Iterator[str]:
 def dead_links(
     root: str, links: dict[str, list[str]], ids: dict[str, set[str]]
 ) -> list[str]:
-    """What leads to no page, no file or no anchor of the site."""
+    """The links that lead to no page, file or anchor of the site."""
     found = []
     for page, targets in links.items():
         for target in targets:
             address, anchor = urldefrag(target)
             if not address.startswith(root):
                 if urlsplit(address).scheme not in ("http", "https"):
-                    found.append(f"{page}: {target} is no address of the web")
+                    found.append(f"{page}: {target} is not a web address")
                 continue
             name = unquote(address.removeprefix(root)) or "index.html"
             if name not in ids:
-                found.append(f"{page}: {target} is no page")
+                found.append(f"{page}: {target} is not a page")
             elif anchor and unquote(anchor) not in ids[name]:
-                found.append(f"{page}: {target} has no such anchor")
+                found.append(f"{page}: the anchor of {target} does not exist")
     return found
 
 
 def finds(page: Page, root: str, word: str) -> list[str]:
-    """The pages that the site's own search finds for a word."""
+    """The pages that the site's search finds for a word."""
     page.goto(f"{root}search.html?q={word}")
     page.wait_for_selector("#search-results li a", timeout=20_000)
     return page.eval_on_selector_all(
@@ -94,7 +94,7 @@ def check(folder: Path, browser: str, screenshots: Path | None) -> list[str]:
         )
 
         def say(said: ConsoleMessage) -> None:
-            # Sphinx's search says so of names with dots, whose excerpts it does not show.
+            # Sphinx's search prints this for names with dots, whose excerpts it does not show.
             if not said.text.startswith("Anchored content block not found"):
                 wrong.append(f"{page.url}: console: {said.text}")
 
@@ -106,7 +106,7 @@ def check(folder: Path, browser: str, screenshots: Path | None) -> list[str]:
 
         def requested(asked: object) -> None:
             if not asked.url.startswith((root, "data:")):
-                wrong.append(f"{page.url} asks {asked.url}")
+                wrong.append(f"{page.url} requests {asked.url}")
 
         page.on("request", requested)
         for name in pages:

@@ -303,7 +303,7 @@ def find_spans(one: Path, other: Path) -> Iterator[Span]:
     if row is not None:
         end, name, a, b = row
         print(
-            f"The first row that differs is of iteration {end}: {name} is {a!r} and {b!r}"
+            f"The first row that differs is from iteration {end}: {name} is {a!r} and {b!r}"
         )
     for iteration, mine, theirs, text in common_checkpoints(one, other):
         if end is not None and iteration >= end:
@@ -312,7 +312,9 @@ def find_spans(one: Path, other: Path) -> Iterator[Span]:
             end = iteration
             print(f"The checkpoints of iteration {iteration} differ, first in {text}")
         elif end is None:
-            print(f"The runs are equal: all rows, and {mine} of iteration {iteration}")
+            print(
+                f"The runs are equal: all rows, and {mine} from iteration {iteration}"
+            )
             return
         else:
             print(f"Both begin after {mine}, whose weights are equal")

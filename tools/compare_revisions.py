@@ -1,12 +1,12 @@
-"""Compare two revisions: do short runs of the configurations still give the same bits?
+"""Compare two revisions: do short runs of the configurations give the same bits?
 
     python tools/compare_revisions.py main HEAD
 
 Each revision is checked out into a temporary worktree. There its own tools/train_net.py trains each
-configuration, in one process and with two ranks, and so does the script of its README.md, if both
-revisions show the same. Weights, optimizer, the losses in the last
-checkpoint, and the values of each metric in metrics.json must be equal, except for times. The rows
-may move: only the order of a metric's values counts.
+configuration, on one rank and on two. If both revisions have the same script in README.md, that
+script is run too. Weights, optimizer, the losses in the last checkpoint, and the values of each
+metric in metrics.json must be equal, except for times. The rows may move: only the order of a
+metric's values counts.
 """
 
 import argparse
@@ -36,9 +36,9 @@ TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
 
 
 def train(tree: Path, name: str, ranks: int, output: Path) -> dict[str, Any]:
-    """What a run of the script of a checked-out revision leaves in its folder."""
+    """Train with a checked-out revision; return the results from the output folder."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # the script takes what it finds
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the script would use a GPU
     if name == README:
         output.mkdir()
         Path(output, "train.py").write_text(script_of((tree / README).read_text()))
@@ -81,7 +81,7 @@ def names_to_compare(revisions: list[str]) -> list[str]:
 def without_settings(optimizer: dict[str, Any]) -> dict[str, Any]:
     """The state of one or several optimizers without the settings that were configured.
 
-    They are a note for a resumed run, and older revisions have none.
+    They only help a resumed run to detect changes, and older revisions do not save them.
     """
     if "param_groups" not in optimizer:
         return {name: without_settings(each) for name, each in optimizer.items()}
@@ -89,13 +89,13 @@ def without_settings(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def losses_saved(storage: dict[str, Any]) -> dict[str, Any]:
-    """The values of the metrics of the training that a checkpoint has, by name."""
+    """The values of the training metrics in a checkpoint, by name."""
     metrics = without_times(storage["metrics"])
     return {n: s["values"] for n, s in metrics.items() if s["smoothing_hint"]}
 
 
 def values_in_rows(rows: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The values of the metrics of rows, by name, in the order of the rows."""
+    """The values of each metric, by name, in the order of the rows."""
     values: dict[str, list[Any]] = {}
     for row in rows:
         for name, value in without_times(row).items():
@@ -110,7 +110,7 @@ def without_times(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def results(revision: str, names: list[str], folder: Path) -> dict[str, Any]:
-    """What each configuration or script gives in a revision."""
+    """The results of each configuration or script in a revision."""
     tree = folder / f"tree of {revision}"
     subprocess.run(["git", "worktree", "add", "--detach", tree, revision], check=True)
     try:

@@ -2,8 +2,8 @@
 
     python tools/count_collectives.py
 
-A few processes do each of these. The main process prints how many collectives torch has run, its
-own too, and how many bytes it passed to them. tools/benchmark_scale.py counts those of a period.
+A few processes do each of these. The main process prints the number of collectives that torch ran,
+including its own, and the bytes passed to them. tools/benchmark_scale.py counts those of a period.
 """
 
 import argparse
@@ -56,18 +56,18 @@ def count_checkpoints(folder: Path, trainer: SimpleTrainer) -> None:
 
 
 class CountedStep(hooks.HookBase):
-    """Counts what one step inside a period does, with torch's own collectives."""
+    """Counts the collectives of one step inside a period, including torch's own."""
 
     def __init__(self, what: str) -> None:
         self.what = what
 
     def before_step(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self.traffic = Traffic()
         self.traffic.__enter__()
 
     def after_step(self) -> None:
-        """Note what was counted in the last step."""
+        """Note the counts of the last step."""
         self.traffic.__exit__(None, None, None)
         if self.trainer.iter == 5:
             COUNTS.append((self.what, self.traffic.count, self.traffic.bytes))
@@ -83,7 +83,7 @@ def count_step(what: str, model: nn.Module, **options: Any) -> None:
 
 
 def main(folder: str) -> None:
-    """One of the processes."""
+    """Count in one of the processes."""
     logging.disable()
     clipped = {"clip_grad": {"max_norm": 1.0}}
     count_step("a step of a model that is not distributed", Model(1), **clipped)

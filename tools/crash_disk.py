@@ -1,13 +1,13 @@
-"""Cut the power of a real file system: does each run end as if nothing had happened?
+"""Cut the power of a real file system, and check that each run ends as if nothing had happened.
 
     sudo unshare --mount python tools/crash_disk.py --cuts 100
 
-The output folder of a run is an ext4 file system of its own, which lies in a file. Linux can shut
-it down (``EXT4_IOC_SHUTDOWN``): what its journal and its data blocks do not have at that moment is
-lost, as in a power cut, and each further call gives an error. Then the processes are killed, the
-file system is mounted again, which replays the journal, and the same command goes on. A checkpoint
-that was complete must be there, and in the end the run must equal an undisturbed one, as in
-tools/crash_campaign.py, whose scripts are trained.
+The output folder of a run is its own ext4 file system, stored in a file. Linux can shut it down
+(``EXT4_IOC_SHUTDOWN``): everything that is not in its journal or its data blocks at that moment is
+lost, as in a power cut, and each further call fails. Then the processes are killed, the file system
+is mounted again, which replays the journal, and the same command continues. A checkpoint that was
+complete must still exist, and at the end the run must equal an undisturbed one. The scripts and the
+comparison are those of tools/crash_campaign.py.
 """
 
 import argparse
@@ -32,26 +32,26 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.resume import read_pointer
 
 _SHUTDOWN = 0x8004587D
-DROPS_JOURNAL, WRITES_JOURNAL = 2, 1  # what has not reached the disk of it
+DROPS_JOURNAL, WRITES_JOURNAL = 2, 1  # the part that has not reached the disk
 _MEGABYTES = 48
 _UNMOUNT_SECONDS = 10.0
 _SAVING = re.compile(rb"Saving checkpoint to .*_(\d{7})")
 
 
 class DiskCuts(Campaign):
-    """Tries whose file system is cut off; see the base class."""
+    """A campaign whose faults shut the file system down; see the base class."""
 
     kinds: ClassVar = {"the power fails": 3, "the file system fails": 1}
 
     def variant(self, number: int, folder: Path, draw: random.Random) -> Variant:
-        """See the base class. It makes the file system, too."""
+        """See the base class. Also creates the file system."""
         make_disk(folder)
         return super().variant(number, folder, draw)
 
     def disturb(
         self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
     ) -> tuple[int, bool]:
-        """Start a run and cut its file system off, most often while it saves."""
+        """Start a run, and shut its file system down, usually while it saves."""
         log = Path(f"{folder}.log")
         before = log.stat().st_size
         process = CONTEXT.Process(target=train, args=(str(folder), variant, None))
@@ -75,7 +75,7 @@ class DiskCuts(Campaign):
     def comparable(self, outcome: Any, variant: Variant) -> Any:
         """All metrics of an iteration as one row.
 
-        If detectron2's last row is lost, it is written again with the final evaluation's.
+        If detectron2's last row is lost, it is written again together with the final evaluation's.
         """
         rows: dict[int, dict[str, Any]] = {}
         for row in outcome["rows"]:
@@ -83,14 +83,14 @@ class DiskCuts(Campaign):
         return {**outcome, "rows": list(rows.values())}
 
     def forget(self, folder: Path, variant: Variant) -> None:
-        """Also the file system."""
+        """See the base class. Also removes the file system."""
         _unmount(folder)
         _image(folder).unlink()
         super().forget(folder, variant)
 
 
 def make_disk(folder: Path) -> None:
-    """Make a file system, in a file beside the folder, and mount it there."""
+    """Create a file system in a file beside the folder, and mount it at the folder."""
     image = _image(folder)
     with image.open("wb") as file:
         file.truncate(_MEGABYTES << 20)
@@ -100,29 +100,31 @@ def make_disk(folder: Path) -> None:
 
 
 def mount_again(folder: Path) -> None:
-    """Mount a file system again that was cut off, which replays its journal."""
+    """Mount a file system again after a shutdown, which replays its journal."""
     _unmount(folder)
     _mount(folder)
 
 
 def cut_off(folder: Path, how: int) -> None:
-    """Shut the file system down that is mounted there."""
+    """Shut down the file system that is mounted at the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", how))
     os.close(descriptor)
 
 
 def _saves(log: Path, before: int) -> list[int]:
-    """The iterations of the numbered checkpoints that a run has begun to save."""
+    """The iterations of the numbered checkpoints that a run has started to save."""
     return [int(number) for number in _SAVING.findall(log.read_bytes()[before:])]
 
 
 def check_newest(folder: Path, least: int) -> None:
-    """Refuse if the checkpoint to resume from is broken, or older than that of an iteration."""
+    """Raise an error if the checkpoint to resume from is broken, or older than an iteration."""
     name = read_pointer(folder)
     content = read_checkpoint(str(folder / name)) if name else {"iteration": -1}
     if content["iteration"] < least:
-        raise LostRunError(f"of iteration {least} there was a checkpoint, not {name!r}")
+        raise LostRunError(
+            f"iteration {least} was saved, but the pointer names {name!r}"
+        )
 
 
 def _image(folder: Path) -> Path:
@@ -130,7 +132,7 @@ def _image(folder: Path) -> Path:
 
 
 def _mount(folder: Path) -> None:
-    # With the usual 5 seconds between commits more would be safe by chance.
+    # With the default of 5 seconds between commits, more data would be safe by chance.
     _call("mount", "-o", "loop,commit=300", _image(folder), folder)
 
 
@@ -151,9 +153,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--cuts", type=int, default=20, help="how many must have struck"
-    )
+    parser.add_argument("--cuts", type=int, default=20, help="at least this many")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     preload_forkserver()

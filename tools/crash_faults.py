@@ -1,4 +1,4 @@
-"""How tools/crash_campaign.py runs a training in processes of its own, and disturbs it."""
+"""Runs a training in processes of its own, and disturbs it, for tools/crash_campaign.py."""
 
 import faulthandler
 import multiprocessing
@@ -24,7 +24,7 @@ from hooktrain.utils import comm
 CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT_SECONDS = 120.0
 GRACE_SECONDS = 15.0  # for the processes that the first one leaves
-STACKS = signal.SIGQUIT  # asks a process for its stacks
+STACKS = signal.SIGQUIT  # makes a process print its stacks
 # The code that multiprocessing gives a process if its fork server is gone.
 SERVER_GONE = 255
 ERRORS = {"a full disk": 28, "an input/output error": 5, "a stale file handle": 116}
@@ -39,7 +39,7 @@ class LostRunError(Exception):
 
 @dataclass
 class AtCall:
-    """Acts in one rank, at one of the system calls by which files in the folder are changed."""
+    """Kills one rank, or makes it fail, at a system call that changes files in the folder."""
 
     number: int
     error: int | None = None  # None kills
@@ -81,7 +81,7 @@ class AtCall:
 
 
 def main(folder: str, variant: Variant, at_call: AtCall | None) -> None:
-    """What each rank does."""
+    """Run the script in each rank."""
     if variant.port:
         os.environ.update(environment(variant.port))
     if at_call is not None and comm.get_rank() == at_call.rank % comm.get_world_size():
@@ -90,7 +90,7 @@ def main(folder: str, variant: Variant, at_call: AtCall | None) -> None:
 
 
 def train(folder: str, variant: Variant, at_call: AtCall | None) -> None:
-    """What the first process of a run does, in a session of its own."""
+    """Start the ranks, in the first process of a run, which begins a session."""
     launch_copies(main, variant.ranks, (folder, variant, at_call))
 
 
@@ -98,9 +98,9 @@ def launch_copies(function: Any, ranks: int, args: tuple[Any, ...]) -> None:
     """Call a function in ranks that are copies of this process, which begins a session.
 
     Args:
-        function: what each rank does.
-        ranks: how many.
-        args: of the function. The first one is the output folder, and the log is beside it.
+        function: the function that each rank calls.
+        ranks: the number of ranks.
+        args: its arguments. The first one is the output folder, and the log is beside it.
     """
     os.setsid()
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{args[0]}.collectives_"
@@ -119,10 +119,10 @@ def launch_copies(function: Any, ranks: int, args: tuple[Any, ...]) -> None:
 def start_copies(
     function: Any, args: tuple[Any, ...], count: int, join: Literal[False] = False
 ) -> ProcessContext:
-    """Start ranks that are copies of this process, and go on when all of them are there.
+    """Start ranks that are copies of this process, and let them run once all of them exist.
 
-    This process serves the store where they meet. When one connects, the thread of the store looks
-    up its name and holds a lock of the C library, which would stay locked in a copy made then.
+    This process serves the store where they meet. When one connects, the store's thread looks up
+    its name and holds a lock of the C library, which would stay locked in a copy made then.
     """
     reading, writing = os.pipe()
     work = partial(begin_with_all, reading, writing, function)
@@ -135,7 +135,7 @@ def start_copies(
 def begin_with_all(
     reading: int, writing: int, function: Any, index: int, *args: Any
 ) -> None:
-    """What a copy does: wait until every process has closed the pipe, then call the function."""
+    """In each copy: wait until every process has closed the pipe, then call the function."""
     os.close(writing)
     os.read(reading, 1)
     os.close(reading)
@@ -159,7 +159,7 @@ def parents(session: int) -> dict[int, int]:
 
 
 def by_role(first: int, ranks: int) -> dict[str, list[int]]:
-    """The processes of a run by what they do."""
+    """The processes of a run by their roles."""
     tree = parents(first)
     of_ranks = (
         [first]
@@ -171,12 +171,12 @@ def by_role(first: int, ranks: int) -> dict[str, list[int]]:
 
 
 def kill(first: int) -> bool:
-    """Kill all processes of a session; whether any was there."""
+    """Kill all processes of a session; return whether there were any."""
     return send(signal.SIGKILL, list(parents(first)))
 
 
 def send(number: int, processes: list[int]) -> bool:
-    """Send a signal; whether any of the processes was still there."""
+    """Send a signal; return whether any of the processes still existed."""
     hit = False
     for process in processes:
         try:
@@ -188,7 +188,7 @@ def send(number: int, processes: list[int]) -> bool:
 
 
 def strike(fault: str, process: Any, variant: Variant, draw: random.Random) -> bool:
-    """Do to a running training what the fault says; whether it was hit."""
+    """Inflict a fault on a running training; return whether it was hit."""
     roles = by_role(process.pid, variant.ranks)
     one = [draw.choice(roles["rank"])] if roles["rank"] else []
     number = draw.choice((signal.SIGTERM, signal.SIGINT))
@@ -222,7 +222,7 @@ def run(
     draw: Any = random,
     at_call: AtCall | Proxy | None = None,
 ) -> tuple[int, bool]:
-    """Start the training, disturb it, wait for its end; its exit code, and whether it was hit."""
+    """Disturb a training, and wait for its end; return its exit code and whether it was hit."""
     in_rank = at_call if isinstance(at_call, AtCall) else None
     has_hooks = SCRIPTS[variant.script].has_hooks
     if "system call" in fault:
@@ -238,16 +238,16 @@ def run(
         at_call.process = process.pid
     hit = begun = False
     if fault and (at_call is None or at_call.seconds):
-        # Most runs have only a part left to do.
+        # Most runs resume, and have only a part left to do.
         process.join(draw.uniform(0, seconds / 3))
-        # A run that still starts has neither a watchdog nor something to save.
+        # A run that is still starting has neither a watchdog nor anything to save.
         begun = log.exists() and b"Saving checkpoint" in log.read_bytes()[before:]
         may_strike = (begun and has_hooks) or not fault.endswith("hangs")
         hit = (
             may_strike and process.is_alive() and strike(fault, process, variant, draw)
         )
     end(process)
-    # What comes behind the last save is not waited for: a signal ends the process there.
+    # After the last save a signal ends the process without waiting.
     saves = hit and begun and b"Total training time" not in log.read_bytes()[before:]
     asked = saves and has_hooks and fault.startswith("SIGTERM or SIGINT")
     if asked and process.exitcode == 1:
@@ -269,14 +269,14 @@ def end(process: Any) -> None:
             time.sleep(0.2)
         kill(process.pid)
         raise LostRunError(
-            f"{len(left)} processes do not end; the log has their stacks"
+            f"{len(left)} processes did not end; the log has their stacks"
         )
     if process.exitcode == SERVER_GONE:
         raise RuntimeError("something has ended the fork server of the campaign itself")
 
 
 def damage(folder: Path, fault: str, draw: random.Random) -> None:
-    """Damage what a killed run has left, so that there is an older checkpoint to go back to."""
+    """Damage the pointer of a killed run, or its newest checkpoint if there is an older one."""
     names = [name for name in checkpoint_names(str(folder)) if "best" not in name]
     newest = folder / read_pointer(str(folder))
     if "pointer" in fault:

@@ -1,23 +1,23 @@
-"""Cut the power of trainings that save: do all of them end as if nothing had happened?
+"""Cut the power of runs that save, and check that each ends as if nothing had happened.
 
     python tools/crash_power.py --cuts 300
 
-A kill leaves all that was written to the operating system. A power cut does not: what no ``fsync``
-has brought to the disk may be lost, all of it or some, in any order. This tool keeps account of
-that. A small training runs in child processes and writes each change of its output folder to a
-list: a file or a folder is made, renamed, removed or flushed. It ends at a random one of them. Then
-the folder is built anew, as a disk may have it after a power cut there:
+A kill keeps everything that was written to the operating system. A power cut does not: data that no
+``fsync`` has flushed to the disk may be lost, wholly or in part, in any order. This tool keeps
+track of that. A small run trains in child processes, and writes each change of its output folder to
+a list: a file or a folder is created, renamed, removed or flushed. It ends at a random change. Then
+the folder is rebuilt as a disk may have it after a power cut at that moment:
 
-- The names in a folder change in the order of the list. A change that is not followed by an
-  ``fsync`` of that folder may be lost, each by itself, so renames and deletions are reordered.
-- Of a file, what was written since its last ``fsync`` is dropped, cut in half, zeroed or kept.
+- The names in a folder change in the order of the list. Each change that is not followed by an
+  ``fsync`` of that folder may be lost independently, so renames and deletions are reordered.
+- The data written to a file since its last ``fsync`` are dropped, cut in half, zeroed or kept.
 
-The same command goes on in the new folder, is cut again once or twice, and then comes to its end.
-It must not begin before the newest checkpoint that was safe at a cut. In the end its weights, its
-optimizer, its best model and its rows of metrics must be those of a run that was never cut, bit for
-bit; the log must say that it has resumed exactly; and no temporary file may be left. There are one
-rank or two, files or folders of shards, in the foreground or the background, and old checkpoints
-are deleted. Everything random is drawn from ``--seed`` and the number of the try.
+The same command continues in the rebuilt folder, may be cut once or twice more, and then completes
+the run. It must not resume from before the newest checkpoint that was safe at a cut. At the end its
+weights, optimizer, best model and rows of metrics must equal those of an uninterrupted run, bit for
+bit; the log must say that the run resumed exactly; and no temporary file may be left. The tries
+have one rank or two, and save files or folders of shards, in the foreground or the background, with
+old checkpoints deleted. Everything random is drawn from ``--seed`` and the number of the try.
 """
 
 import argparse
@@ -54,12 +54,7 @@ from hooktrain.utils.logger import setup_logger
 
 ITERATIONS = 14
 CUT = 7  # the exit code of the process that the power cut ends
-LOSSES = (
-    "dropped",
-    "cut",
-    "zeroed",
-    "kept",
-)  # what becomes of data that were not flushed
+LOSSES = ("dropped", "cut", "zeroed", "kept")  # what happens to unflushed data
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Variant:
 
     Attributes:
         ranks: 1 or 2 processes.
-        sharded: save folders of shards, of a model that the ranks divide.
+        sharded: save folders of shards; two ranks also shard the model.
         background: save in the background.
     """
 
@@ -89,7 +84,7 @@ VARIANTS = [Variant(*each) for each in product((1, 2), (False, True), (False, Tr
 
 
 class Net(nn.Module):
-    """Something to train, with dropout."""
+    """A small network with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +96,7 @@ class Net(nn.Module):
 
 
 def train(folder: str, variant: Variant, recorder: "Recorder | None") -> None:
-    """What each rank does: a training that saves, rotates, keeps a best model and metrics."""
+    """In each rank: train, with checkpoints that rotate, a best model and metrics."""
     if recorder is not None:
         recorder.install()
     setup_logger(distributed_rank=comm.get_rank())
@@ -126,7 +121,7 @@ def train(folder: str, variant: Variant, recorder: "Recorder | None") -> None:
     def evaluate() -> dict[str, float]:
         return {"score": -abs(trainer.iter - 9.0)}
 
-    def tell() -> None:
+    def record_start() -> None:
         if comm.is_main_process():
             Path(f"{folder}.start").write_text(str(trainer.start_iter))
 
@@ -136,7 +131,7 @@ def train(folder: str, variant: Variant, recorder: "Recorder | None") -> None:
             hooks.BestCheckpointer(checkpointer, "score", "max"),
             hooks.PeriodicWriter([JSONWriter(Path(folder, "metrics.json"))], 2),
             hooks.PeriodicCheckpointer(checkpointer, 3, max_to_keep=2),
-            hooks.CallbackHook(before_train=lambda _: tell()),
+            hooks.CallbackHook(before_train=lambda _: record_start()),
         ]
     )
     checkpointer.resume_or_load("")
@@ -145,18 +140,18 @@ def train(folder: str, variant: Variant, recorder: "Recorder | None") -> None:
 
 @dataclass
 class Recorder:
-    """Writes each change of a folder to a list, and ends the process at one of them.
+    """Writes each change of a folder to a list, and ends the process at a chosen one.
 
-    A change is a line of JSON: the rank, the kind, a path, the number and the size of the file
+    A change is a line of JSON: the rank, the kind, a path, the inode and the size of the file
     there, and the new path of a rename. It is written before the change is made; an ``fsync`` is
-    written when it is complete. Each file gets a second name in another folder, its number, so that
-    what the run removes stays for the account.
+    written when it is complete. Each file gets a hard link in another folder, named by its inode,
+    so the contents of files that the run removes remain available.
 
     Attributes:
         folder: the output folder.
-        keep: a folder for the list and the second names.
-        rank: of the process that ends.
-        number: of the change at which it ends; -1 for none.
+        keep: a folder for the list and the hard links.
+        rank: the rank of the process to end.
+        number: the number of the change at which it ends; -1 for none.
     """
 
     folder: str
@@ -204,7 +199,7 @@ class Recorder:
             os._exit(CUT)
 
     def _keep(self, path: str) -> tuple[int, int]:
-        """Give a file its second name; its number and its size."""
+        """Link a file into the other folder; return its inode and its size."""
         try:
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
@@ -217,7 +212,7 @@ class Recorder:
 
 
 def path_in(path: Any, descriptor: int) -> str:
-    """A whole path, in an open folder if the number of its descriptor is not negative."""
+    """The absolute path; relative to an open folder if the descriptor is not negative."""
     base = f"/proc/self/fd/{descriptor}" if descriptor >= 0 else "."
     return os.path.join(os.path.realpath(base), os.fspath(path))
 
@@ -230,9 +225,9 @@ class Node:
     """A file or a folder on the disk.
 
     Attributes:
-        is_folder: which of the two.
-        inode: the number of a file, 0 until it is known.
-        flushed: how many bytes of a file are safe.
+        is_folder: whether it is a folder.
+        inode: the inode of a file, 0 until it is known.
+        flushed: the number of bytes of a file that are safe.
     """
 
     is_folder: bool
@@ -242,13 +237,13 @@ class Node:
 
 @dataclass
 class Change:
-    """A change of a name: a node gets it, loses it, or both.
+    """A node gets a name, loses one, or both (a rename).
 
     Attributes:
         node: the number of the file or folder.
-        old: the number of a folder and the name in it that is lost, or None.
-        new: those that are got, or None.
-        is_safe: whether a power cut leaves it.
+        old: the folder's number and the name that it loses, or None.
+        new: the folder's number and the name that it gets, or None.
+        is_safe: whether the change survives a power cut.
     """
 
     node: int
@@ -258,11 +253,11 @@ class Change:
 
 
 Names = dict[int, dict[str, int]]
-"""The numbers of nodes by their names, in each folder by its number."""
+"""For each folder, by its number, the numbers of its nodes by name."""
 
 
 class Disk:
-    """The account of an output folder: what is in it, and which changes are safe.
+    """Keeps track of what an output folder contains, and of which changes are safe.
 
     Args:
         folder: when a run begins. All of it is on the disk then.
@@ -337,7 +332,7 @@ class Disk:
             change.is_safe |= place is not None and place[0] == number
 
     def _apply(self, change: Change, names: Names) -> None:
-        """Change the names, if what comes before this change was not lost."""
+        """Change the names, unless a change that this one needs was lost."""
         if change.old is not None:
             folder, name = change.old
             if names.get(folder, {}).get(name) != change.node:
@@ -362,7 +357,7 @@ class Disk:
         return [change for change in self.changes if not change.is_safe]
 
     def missing(self) -> list[str]:
-        """The paths of what is there and not in the account. Others get their numbers."""
+        """The paths in the folder that no change has made. The other files get their inodes."""
         missing = []
         for path in self._folder.rglob("*"):
             folder, name = self._place(str(path))
@@ -374,7 +369,7 @@ class Disk:
         return missing
 
     def safe_iteration(self, keep: Path) -> int:
-        """The iteration of the checkpoint to resume from that no power cut takes, or -1."""
+        """The iteration of the newest checkpoint that survives any power cut, or -1."""
         names = self.names(self.unsafe())
         pointer = names[0].get("last_checkpoint")
         if pointer is None:
@@ -388,7 +383,7 @@ class Disk:
 def cut_power(
     disk: Disk, keep: Path, folder: Path, draw: random.Random
 ) -> Counter[str]:
-    """Build the folder anew, as it may be after a power cut; count what is lost."""
+    """Rebuild the folder as it may be after a power cut; count what is lost."""
     share = draw.choice((0.0, 0.3, 0.7, 1.0))
     lost = [each for each in disk.unsafe() if draw.random() < share]
     names = disk.names(lost)
@@ -414,7 +409,7 @@ def cut_power(
 
 
 def lose(content: bytes, flushed: int, how: str) -> bytes:
-    """What a power cut leaves of a file of which the first bytes were flushed."""
+    """The content that a power cut leaves of a file, whose first bytes were flushed."""
     safe, rest = content[:flushed], content[flushed:]
     if how == "dropped":
         rest = b""
@@ -426,7 +421,7 @@ def lose(content: bytes, flushed: int, how: str) -> bytes:
 
 
 def check_start(folder: Path, safe: int) -> None:
-    """Raise a LostRunError if a run has begun before the checkpoint of an iteration."""
+    """Raise a LostRunError if a run did not resume from an iteration or a later one."""
     path = Path(f"{folder}.start")
     if path.exists():
         start = int(path.read_text())
@@ -439,7 +434,7 @@ class Cuts:
     """The tries and their results.
 
     Args:
-        seed: of all that is random.
+        seed: of everything random.
         folder: for the runs.
     """
 
@@ -463,7 +458,7 @@ class Cuts:
     def run(
         self, folder: Path, variant: Variant, rank: int = 0, number: int = -1
     ) -> tuple[bool, list[Any]]:
-        """Train until a change; whether it was cut there, and the list of changes."""
+        """Train until a change; return whether it was cut there, and the list of changes."""
         keep = Path(f"{folder}.keep")
         shutil.rmtree(keep, ignore_errors=True)
         keep.mkdir()
@@ -488,7 +483,7 @@ class Cuts:
         if "cut" in kinds:
             return True, lines[: kinds.index("cut")]
         if process.exitcode != 0:
-            raise LostRunError(f"it does not go on: exit code {process.exitcode}")
+            raise LostRunError(f"it does not continue: exit code {process.exitcode}")
         return False, lines
 
     def cut(
@@ -503,12 +498,12 @@ class Cuts:
         """Cut the power of a run at a change.
 
         Args:
-            folder: of the run.
-            variant: of the run.
-            rank: that makes the change.
-            number: of the change.
+            folder: the folder of the run.
+            variant: how it is set up.
+            rank: the rank that makes the change.
+            number: the number of the change.
             safe: the iteration of the newest checkpoint that was safe before, or -1.
-            draw: draws what is lost.
+            draw: the generator for what is lost.
 
         Returns:
             The iteration of the newest checkpoint that is safe.
@@ -519,7 +514,7 @@ class Cuts:
         check_start(folder, safe)
         for _, *change in lines:
             disk.record(*change)
-        # After a cut the other rank may have gone on for a moment.
+        # After a cut the other rank may have continued for a moment.
         if (missing := disk.missing()) and (variant.ranks == 1 or not was_cut):
             raise RuntimeError(f"no change has made {missing}")
         keep = Path(f"{folder}.keep")
@@ -531,7 +526,7 @@ class Cuts:
         return safe
 
     def check(self, folder: Path, expected: Any, safe: int) -> None:
-        """Raise a LostRunError if a run that is complete is not what it should be."""
+        """Raise a LostRunError if a complete run is not as it should be."""
         check_start(folder, safe)
         if different := differences(outcome(folder), expected):
             raise LostRunError(f"bent: {different[:3]}")
@@ -580,7 +575,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cuts", type=int, default=100, help="how many at least")
+    parser.add_argument("--cuts", type=int, default=100, help="at least this many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="TRY", help="repeat this try alone")
     parser.add_argument(
@@ -598,7 +593,7 @@ if __name__ == "__main__":
     else:
         tool.attempt(options.only)
     print(tabulate([(str(each), tool.cuts[each]) for each in VARIANTS]))
-    print(f"{tool.cuts.total()} cuts, in all with")
+    print(f"{tool.cuts.total()} cuts, which lost in total")
     print(tabulate(sorted(tool.lost.items())))
     for failure in tool.failures:
         print(f"{failure}; see {folder}")

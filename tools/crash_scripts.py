@@ -1,6 +1,6 @@
 """The scripts that tools/crash_campaign.py disturbs: the core's own, and those of compat's users.
 
-Each trains a small network on the digits. Called again, it goes on where its folder was left.
+Each trains a small network on the digits. Called again, it resumes from its folder.
 """
 
 import weakref
@@ -37,9 +37,9 @@ ITERATIONS = 70
 BATCH_SIZE = 12  # which 1, 2, 3, 4 and 6 ranks can divide
 SAVE_PERIOD = 7
 EVAL_PERIOD = 30
-# The second evaluation asks for the end, one iteration later, in which a checkpoint is due.
+# The second evaluation requests the stop, one iteration before a checkpoint is due.
 EVAL_PERIOD_OF_EARLY_STOP = 24
-# Samples, so that the iterations are more than three epochs, and all readers have as many.
+# Samples: the run has more than three epochs, and all readers get equally many.
 STREAM_LENGTH = 264
 SEED = 5
 WATCHDOG_SECONDS = 15  # a step of four ranks has taken 5 on a busy machine
@@ -52,18 +52,18 @@ class Variant:
 
     Attributes:
         script: a name in ``SCRIPTS``.
-        ranks: how many processes.
-        workers: of the data loader.
+        ranks: the number of processes.
+        workers: the number of workers of the data loader.
         sharded: save folders of shards.
         background: save in the background.
-        streams: read the data as a stream, which torchdata continues.
-        stops_early: end when an evaluation has brought no improvement.
-        fsdp: divide the model among the ranks, if there are several, in the core's script. Those of
-            MMEngine do so if they save folders of shards.
+        streams: read the data as a stream, which torchdata resumes.
+        stops_early: end when an evaluation shows no improvement.
+        fsdp: shard the model among the ranks, if there are several, in the core's script. The
+            scripts of MMEngine do so if they save folders of shards.
         mixed: compute in bfloat16, and accumulate gradients.
         store: the address of a store, or "".
-        port: of the server of an ``s3://`` store.
-        ranks_change: each machine has another number of ranks.
+        port: the port of the server of an ``s3://`` store.
+        ranks_change: each machine has a different number of ranks.
     """
 
     script: str
@@ -86,7 +86,7 @@ class Variant:
 
 
 def train_loader(variant: Variant) -> Any:
-    """The digits, shifted at random, from where a run stopped."""
+    """Batches of the digits, shifted at random."""
     return build_train_loader(
         DigitsDataset(train=True, transform=RandomShift()),
         total_batch_size=BATCH_SIZE,
@@ -96,7 +96,7 @@ def train_loader(variant: Variant) -> Any:
 
 
 class DigitsStream(IterableDataset[Any]):
-    """Some of the digits in an order of each epoch's own, divided among ranks and workers."""
+    """Some of the digits, shuffled for each epoch, and divided among ranks and workers."""
 
     def __init__(self) -> None:
         self._digits = DigitsDataset(train=True, transform=RandomShift())
@@ -118,7 +118,7 @@ class DigitsStream(IterableDataset[Any]):
         order = torch.randperm(STREAM_LENGTH, generator=generator).tolist()
         for index in order[reader::readers][self._place :]:
             self._place += 1
-            # All ranks resume with the main process's seed of workers, so none of it is used.
+            # All ranks resume with the main process's worker seed, so it must not be used.
             if worker is not None:
                 seed_on_host(index, "digits", self._epoch)
             yield self._digits[index]
@@ -204,7 +204,7 @@ def core(folder: str, variant: Variant) -> None:
 
 
 class Tree(dict[str, Any]):
-    """As much of yacs's CfgNode as DefaultTrainer needs."""
+    """The part of yacs's CfgNode that DefaultTrainer needs."""
 
     __getattr__ = dict.__getitem__
     __setattr__ = dict.__setitem__  # type: ignore[assignment]
@@ -218,7 +218,7 @@ class Tree(dict[str, Any]):
         return copied
 
     def defrost(self) -> None:
-        """Nothing: it can always be changed."""
+        """Do nothing: it can always be changed."""
 
     def dump(self) -> str:
         """The text that is saved beside the run."""
@@ -226,7 +226,7 @@ class Tree(dict[str, Any]):
 
 
 def tree(folder: str, variant: Variant) -> Tree:
-    """A configuration as detectron2 has it."""
+    """A configuration in detectron2's form."""
     solver = Tree(
         MAX_ITER=ITERATIONS,
         IMS_PER_BATCH=BATCH_SIZE,
@@ -269,7 +269,7 @@ def tree(folder: str, variant: Variant) -> Tree:
 
 
 class Trainer(detectron2.DefaultTrainer):
-    """A subclass as projects have them."""
+    """A subclass like those of projects."""
 
     @classmethod
     def build_model(cls, cfg: Any) -> nn.Module:
@@ -288,17 +288,17 @@ class Trainer(detectron2.DefaultTrainer):
 
     @classmethod
     def build_evaluator(cls, cfg: Any, dataset_name: str) -> Any:
-        """What share of them is recognised."""
+        """An evaluator of the accuracy."""
         return ClassificationEvaluator(class_names=CLASS_NAMES)
 
     @classmethod
     def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> dict[str, Any]:
-        """Evaluate what a checkpoint holds: the first rank's batch norm, on all ranks."""
+        """Evaluate with the first rank's batch norm on all ranks, as in a checkpoint."""
         broadcast_buffers(model)
         return super().test(cfg, model, evaluators)
 
     def build_hooks(self) -> list[Any]:
-        """The default hooks, and one that ends a run that hangs."""
+        """The default hooks, and a watchdog."""
         variant = self.cfg.VARIANT
         self.checkpointer = detectron2.DetectionCheckpointer(
             self.model,
@@ -325,7 +325,7 @@ def default_trainer(folder: str, variant: Variant) -> None:
 
 
 class DigitsClassifier(mmengine.BaseModel):
-    """A small network as MMEngine has it. It knows by itself whether it trains."""
+    """A small network in MMEngine's form. It uses its own training flag instead of ``mode``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class DigitsClassifier(mmengine.BaseModel):
 
 
 def prepared(folder: str, variant: Variant) -> Any:
-    """A strategy, with a model, an optimizer and schedulers of MMEngine's configurations."""
+    """A strategy with a model, an optimizer and schedulers in MMEngine's style."""
     settings: dict[str, Any] = {
         "work_dir": folder,
         "device": "cpu",
@@ -389,7 +389,7 @@ class Accuracy(mmengine.BaseMetric):
 
 
 def step_trainer(folder: str, variant: Variant) -> None:
-    """What takes the place of a Runner: a strategy's parts in a trainer with hooks."""
+    """A replacement for a Runner: a strategy's parts in a trainer with hooks."""
     setup_logger(folder, comm.get_rank())
     strategy = prepared(folder, variant)
     trainer = mmengine.StepTrainer(
@@ -425,7 +425,7 @@ def step_trainer(folder: str, variant: Variant) -> None:
 
 
 def own_loop(folder: str, variant: Variant) -> None:
-    """A loop of one's own, in which a strategy resumes and saves."""
+    """A custom loop, in which a strategy resumes and saves."""
     setup_logger(distributed_rank=comm.get_rank())
     strategy = prepared(folder, variant)
     loader = train_loader(variant)
@@ -455,7 +455,7 @@ class Script:
 
     Attributes:
         main: called with the folder and the variant, in each rank.
-        has_hooks: whether it saves when a signal asks for its end, and ends when it hangs.
+        has_hooks: whether it has hooks that save on a signal, and end the run if it hangs.
     """
 
     main: Callable[[str, Variant], None]

@@ -1,7 +1,7 @@
-"""A store for tools/crash_campaign.py: moto's server, which speaks S3, behind proxies that disturb.
+"""A store for tools/crash_campaign.py: moto's S3 server, behind proxies that disturb requests.
 
-Each try has a proxy of its own. It relays bytes, and knows where a request begins: at the first
-bytes from the client after some from the server.
+Each try has its own proxy, which relays bytes. A request begins with the first bytes from the
+client after some from the server.
 """
 
 import re
@@ -20,7 +20,7 @@ REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n
 
 
 def environment(port: int) -> dict[str, str]:
-    """The variables by which s3fs finds a server on this machine, and soon gives up."""
+    """The variables that make s3fs use a server on this machine, and give up soon."""
     return {
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
@@ -38,7 +38,7 @@ def connect(port: int) -> socket.socket:
 
 @contextmanager
 def s3_server() -> Iterator[int]:
-    """Start the server; gives its port."""
+    """Start the server, and yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -56,7 +56,7 @@ def s3_server() -> Iterator[int]:
 
 
 def is_complete(answer: bytes) -> bool:
-    """Whether these bytes are a whole answer, by the length that it says."""
+    """Whether these bytes are a complete answer, judged by its Content-Length."""
     head, separator, body = answer.partition(b"\r\n\r\n")
     length = re.search(rb"(?i)content-length: *(\d+)", head)
     return bool(separator) and length is not None and len(body) >= int(length[1])
@@ -66,14 +66,14 @@ class Proxy:
     """Stands between the runs of a try and the server.
 
     Args:
-        port: of the server.
-        kill: ends the run whose first process is given.
+        port: the server's port.
+        kill: a function that ends the run with the given first process.
 
     Attributes:
-        port: for the runs.
+        port: the proxy's port, for the runs.
         process: the first process of the run.
-        seconds: how long each request waits.
-        struck: how many requests were disturbed.
+        seconds: how long each request is delayed.
+        struck: the number of disturbed requests.
     """
 
     def __init__(self, port: int, kill: Callable[[int], object]) -> None:
@@ -89,20 +89,20 @@ class Proxy:
         self._lock = threading.Lock()
         self.port: int = self._listener.server_address[1]
         self.process = 0
-        self._list = b""  # the answer to the last request for a list
+        self._list = b""  # the answer to the last listing request
         self.plan("", 0)
         threading.Thread(target=self._listener.serve_forever, daemon=True).start()
 
     def plan(self, how: str, number: int, count: int = 1, seconds: float = 0.0) -> None:
-        """Disturb some requests from the next ones.
+        """Choose which of the next requests to disturb, and how.
 
         Args:
             how: "kill" or "refuse" at a request; "kill at the answer"; "cut" or "cut the answer";
-                "repeat" sends a request to the server twice; "late" answers each request for a list
-                with the list before.
-            number: how many requests come first.
-            count: how many are disturbed.
-            seconds: how long each request waits.
+                "repeat" sends a request to the server twice; "late" answers each listing request
+                with the previous listing.
+            number: the number of requests to let through first.
+            count: the number of requests to disturb.
+            seconds: how long each request is delayed.
         """
         self._how, self._first, self._count = how, number, count
         self.seconds = seconds
@@ -114,7 +114,7 @@ class Proxy:
         self._listener.server_close()
 
     def _next(self) -> str:
-        """What is done to the next request."""
+        """How to disturb the next request; "" if not at all."""
         time.sleep(self.seconds)
         with self._lock:
             self._first -= 1
@@ -151,7 +151,7 @@ class Proxy:
                     (client if answered else server).sendall(data)
 
     def _late_list(self, request: bytes) -> bytes:
-        """The answer to the request for a list before this one; nothing if it is for no list."""
+        """The answer to the previous listing request; nothing if this is not a listing request."""
         if b"list-type=2" not in request.partition(b"\r\n")[0]:
             return b""
         answer = self._answer(request)
@@ -160,7 +160,7 @@ class Proxy:
         return late
 
     def _answer(self, request: bytes) -> bytes:
-        """Send a request to the server over a connection of its own; the whole answer."""
+        """Send a request to the server over a new connection, and return the complete answer."""
         head, _, body = request.partition(b"\r\n\r\n")
         lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Expect")]
         answer = b""
@@ -179,7 +179,7 @@ class Proxy:
         client: socket.socket,
         server: socket.socket,
     ) -> bool:
-        """Whether the connection ends here."""
+        """Disturb a request; return whether its connection ends here."""
         if how in ("", "late", "repeat") or how.endswith("answer") != answered:
             return False
         if how.startswith("kill"):

@@ -2,16 +2,16 @@
 
     hooktrain train --config-file FILE --dry-run --ranks 64 --device-memory 80GiB
 
-The parts of the configuration are built as in a run, and the trainer makes real iterations, but all
+The parts of the configuration are built as in a run, and the trainer runs real iterations, but all
 tensors are torch's fake tensors: they have types, shapes and a device, but no values, so a model of
-any size fits and a step takes only the time of its Python code. The process group is torch's fake
+any size fits, and a step takes only the time of its Python code. The process group is torch's fake
 one, in which this process is rank 0 and the others never answer (`Rank` in estimate_rank.py). So
 the real work of the model, DistributedDataParallel, fully_shard and the optimizer is counted:
 
-- `Watch` in estimate_watch.py gets the results of each operation, and adds up the storages that are
-  alive. The second iteration finds the peak, since the optimizer has its state by then, and the
-  third one attributes the bytes at that moment;
-- each collective goes through `Watch` too, with its tensors and its group.
+- `Watch` in estimate_watch.py sees the results of each operation, and adds up the live storages.
+  The second iteration finds the peak, since the optimizer has its state by then, and the third one
+  attributes the bytes at the peak;
+- each collective passes through `Watch` too, with its tensors and its group.
 
 Private names of torch are used only in these three files.
 """
@@ -34,10 +34,10 @@ MOST_SAMPLES = 2**20  # the largest batch of a rank to try
 
 UNKNOWN = """
 Not in these figures:
-- workspaces of kernels and of the communication library, which allocate them by themselves;
-- fragmentation: an allocator reserves more than is in use at one time;
-- the CUDA context and what other programs keep on the device, often 0.5 to 1 GiB;
-- what depends on the data: other batches than the first one may be larger;
+- workspaces that kernels and the communication library allocate themselves;
+- fragmentation: an allocator reserves more than is in use at any time;
+- the CUDA context and the memory of other programs on the device, often 0.5 to 1 GiB;
+- the data: later batches may be larger than the first one;
 - evaluations, hooks other than EMA, and what torch.compile saves or adds."""
 
 
@@ -88,7 +88,7 @@ def print_messages(messages: Mapping[str, Mapping[str, int]]) -> None:
     """Print the collectives of a step."""
     rows = [(kind, n["count"], in_words(n["bytes"])) for kind, n in messages.items()]
     print(
-        "\nMessages of a step, which a rank sends, and as many bytes it receives (in rings):\n"
+        "\nMessages that a rank sends in a step; it receives as many bytes (in rings):\n"
     )
     print(
         tabulate(rows, ["kind", "number", "bytes"], colalign=("left", "right", "right"))

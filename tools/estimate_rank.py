@@ -34,7 +34,7 @@ from hooktrain.utils.tensors import is_sharded, local_tensor, map_leaves
 
 
 class DataDependentError(RuntimeError):
-    """The code of the model or of a hook reads the values of a tensor, which fakes lack."""
+    """The code of the model or of a hook reads the values of a tensor, which fakes do not have."""
 
 
 _swap = torch.utils.swap_tensors
@@ -51,7 +51,7 @@ def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _exchange(a: Tensor, b: Tensor) -> None:
-    """Swap two tensors for Module.to(), unless they are alike, since fakes have no values."""
+    """Swap two tensors for Module.to(), unless both are alike, since fakes have no values."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         _swap(a, b)
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of fake tensors that are alive, and the messages of a rank; see estimate.py.
+"""Counts the bytes of live fake tensors, and the messages of a rank; see estimate.py.
 
 torch.distributed._tools.MemTracker counts in the same way, but refuses a model that is called twice
 in an iteration, as in gradient accumulation and in a GAN.
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import hooktrain
 
 # The bytes that a rank sends (and receives) for a tensor of 1 byte in a ring of n ranks, by the
-# prefix of the collective's name. NCCL's tests compute the bus bandwidth by these factors.
+# prefix of the collective's name. NCCL's tests compute the bus bandwidth with these factors.
 SENT = {
     "allreduce": lambda n: 2 * (n - 1) / n,
     "allgather": lambda n: (n - 1) / n,
@@ -53,7 +53,7 @@ _resize = torch.UntypedStorage.resize_
 
 
 class Watch(TorchDispatchMode):
-    """Counts the bytes of the fakes that are alive on a device, and the messages of the rank.
+    """Counts the bytes of the live fakes on a device, and the messages of the rank.
 
     Args:
         fakes: the mode that makes the fakes. Other fakes, such as those with which DTensor computes
@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         device: the type of the device.
-        live: the bytes of each storage that is alive, by its id.
+        live: the bytes of each live storage, by its id.
         new: the live storages that did not exist at :meth:`begin`.
         now: the sum of all live bytes.
         peak: the largest sum since :meth:`begin`.

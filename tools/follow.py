@@ -2,8 +2,8 @@
 
 ``train_net.py`` calls :func:`follow`. The checkpoints are in the run's output folder and in its
 store. The file ``metrics.json`` in the folder of the evaluations is the only state: a checkpoint is
-evaluated if no row has its iteration, and the file is replaced as a whole, so a kill at any time
-leaves all rows or all but the newest one.
+evaluated if no row has its iteration. The file is replaced as a whole, so after a kill at any time
+it has all rows, or all but the newest one.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 
 class NoAnswerError(Exception):
-    """The store has not returned a checkpoint."""
+    """The store did not return a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Follower:
         return best
 
     def follow(self) -> None:
-        """Evaluate until the final checkpoint of the run is done. Collective."""
+        """Evaluate until the final checkpoint of the run has been evaluated. Collective."""
         while True:
             found, is_over = on_main_process(self._choose)
             if is_over:
@@ -155,9 +155,9 @@ class Follower:
                 time.sleep(self.poll)
             else:
                 self._evaluate(found)
-        logger.info("The final checkpoint of the run is evaluated, and all is done")
+        logger.info("The final checkpoint of the run has been evaluated")
         if self.best and self.best.best_metric is not None:
-            best, text = self.best, "The best %s is %.4g, of iteration %d, in %s"
+            best, text = self.best, "The best %s is %.4g, from iteration %d, in %s"
             logger.info(
                 text, self.metric, best.best_metric, best.best_iter, self.folder
             )
@@ -173,9 +173,7 @@ class Follower:
         if not found:
             if not self.is_waiting:
                 self.is_waiting = True
-                text = (
-                    "There is no checkpoint yet: looking every %g s until there is one"
-                )
+                text = "There is no checkpoint yet: looking for one every %g s"
                 logger.info(text, self.poll)
             return None, False
         self._ask_for_stop(found[-1])
@@ -218,7 +216,7 @@ class Follower:
             return
         trainer, iteration = content["trainer"], content["iteration"]
         on_main_process(partial(self._check_run, trainer["meta"].get("run_id")))
-        logger.info("Evaluating %s of iteration %d", found.name, iteration)
+        logger.info("Evaluating %s, from iteration %d", found.name, iteration)
         # As in the run itself, after the same number of iterations.
         seed_step(
             trainer["seed"], iteration + 1, comm.data_parallel_rank(), "evaluation"

@@ -96,7 +96,7 @@ def test_an_output_that_is_scaled_is_named_with_its_values(
 ) -> None:
     code, printed = tool(run, changed(hook("Scale", start=6)))
     assert code == 1, printed
-    assert "The first row that differs is of iteration 7" in printed
+    assert "The first row that differs is from iteration 7" in printed
     assert "begin after model_0000003.pth" in printed
     assert (
         "Iteration 6 is the first that differs in\n  output of head (Linear): 6"
@@ -166,7 +166,7 @@ def test_equal_runs_are_said_to_be_equal(
     code, printed = tool(run, changed())
     assert code == 0
     assert printed == (
-        "The runs are equal: all rows, and model_final.pth of iteration 11\n"
+        "The runs are equal: all rows, and model_final.pth from iteration 11\n"
     )
 
 

@@ -140,7 +140,7 @@ def test_a_run_that_does_not_end_leaves_the_stacks_of_its_processes(
     wait_until(lambda: len(faults.parents(process.pid)) == 3)
     monkeypatch.setattr(faults, "LIMIT_SECONDS", 0.0)
     monkeypatch.setattr(faults, "GRACE_SECONDS", 0.0)
-    with pytest.raises(faults.LostRunError, match="3 processes do not end"):
+    with pytest.raises(faults.LostRunError, match="3 processes did not end"):
         faults.end(process)
     process.join()
     assert (tmp_path / "out.log").read_text().count(" in launch\n") == 3

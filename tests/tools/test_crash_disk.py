@@ -72,10 +72,8 @@ def test_a_checkpoint_that_is_lost_is_reported(tool: Any, tmp_path: Path) -> Non
     save_file({"model": {}, "iteration": 6}, tmp_path / "model_0000006.pth")
     write_pointer(tmp_path, "model_0000006.pth")
     tool.check_newest(tmp_path, 6)
-    with pytest.raises(
-        tool.LostRunError, match=r"of iteration 13 .*'model_0000006\.pth'"
-    ):
+    with pytest.raises(tool.LostRunError, match=r"iteration 13 .*'model_0000006\.pth'"):
         tool.check_newest(tmp_path, 13)
     (tmp_path / "last_checkpoint").unlink()
-    with pytest.raises(tool.LostRunError, match=r"of iteration 0 .*''"):
+    with pytest.raises(tool.LostRunError, match=r"iteration 0 .*''"):
         tool.check_newest(tmp_path, 0)

@@ -131,7 +131,7 @@ def test_results_are_bit_for_bit_those_of_a_run_that_evaluates_itself(
 ) -> None:
     printed = succeed(follow_command(config, run, "--all"))
     best = max(results(run), key=lambda row: row["classification/accuracy"])
-    assert f"of iteration {best['iteration']}, in {run}/eval" in printed
+    assert f"from iteration {best['iteration']}, in {run}/eval" in printed
     assert "ema/classification/accuracy" in results(run)[0]
     assert_as_by_itself(run)
 
@@ -199,7 +199,7 @@ def test_a_run_goes_on_after_its_final_checkpoint_and_is_followed_again(
     config: Path, run: Path
 ) -> None:
     succeed(follow_command(config, run, "--all"))
-    assert "all is done" in succeed(follow_command(config, run, "--all"))
+    assert "has been evaluated" in succeed(follow_command(config, run, "--all"))
     assert_as_by_itself(run)
     succeed(train_command(config, run, "train.max_iter=20"))
     succeed(follow_command(config, run, "--all"))

@@ -44,32 +44,32 @@ _MISTAKEN = {
 
 
 class EvalHook(HookBase):
-    """Calls a function every ``eval_period`` iterations and at the end of a complete run.
+    """Evaluates every ``eval_period`` iterations and at the end of a complete run.
 
-    During the call the trainer's model is in evaluation mode. Afterwards each of its layers is in
-    its previous mode again, whatever the function has called.
+    ``eval_function`` is called with the trainer's model in evaluation mode. Afterwards each layer
+    is back in its previous mode, whatever the function has called.
 
-    Each call is seeded by the seed, the iteration and the rank. Its results go to
-    ``trainer.after_evaluation``, which records them and calls the hooks. The same weights are
-    evaluated only once: a run that is stopped right after an evaluation is not evaluated again,
-    nor is a complete run that is started again.
+    The generators are seeded for each call by the trainer's seed, the iteration and the rank. The
+    results go to ``trainer.after_evaluation``, which records them and calls the hooks. The same
+    weights are evaluated only once: neither a run that is stopped right after an evaluation nor a
+    complete run that is started again is evaluated a second time.
 
-    An error in the function ends the run after the other hooks have seen the iteration, so that a
-    checkpoint that is due is still saved. If it fails on some ranks only, these wait a few seconds
-    for the others. If the others do not arrive, they may be waiting inside the function, and the
-    failed ranks end the run at once.
+    If the function raises an error, the run ends after the other hooks have seen the iteration, so
+    a checkpoint that is due is still saved. If it fails on some ranks only, these wait a few
+    seconds for the others. If the others do not arrive, they may be waiting inside the function, so
+    the failed ranks end the run at once.
 
     Args:
         eval_period: in iterations, or like ``"1 epoch"`` or ``"1 hour"``; 0 evaluates only at the
             end.
         eval_function: takes no argument, and returns a dict of numbers, possibly nested, or None.
-            Other values in it, such as torchmetrics' list of classes, are left out and named in
-            the log.
+            Other values in it, such as torchmetrics' list of classes, are skipped, and named in the
+            log.
         eval_after_train: whether to evaluate at the end: in the last iteration, or after it if
             the run was stopped early.
 
     Attributes:
-        last_results: the results that the function last returned on this rank.
+        last_results: the function's latest results on this rank.
 
     Raises:
         TypeError: if ``eval_function`` is not callable, or does not return such a dict.
@@ -240,10 +240,10 @@ def tell_without_evaluation(hook: HookBase, metric: str) -> None:
 def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
     """The value of the metric that a hook waits for; None if these results lack it.
 
-    If every ``EvalHook`` has had results without the metric, this is logged: another hook of the
-    user, or a later evaluation, may still give it. Without hooks of the user it is a warning, or if
-    the name is similar to that of a result, and so misspelt, an error, which ends the run after the
-    other hooks have seen the iteration.
+    If every ``EvalHook`` has had results without the metric, this is logged, since one of the
+    user's hooks, or a later evaluation, may still return it. Without hooks of the user it is a
+    warning, or, if the name is similar to that of a result and so probably misspelt, an error,
+    which ends the run after the other hooks have seen the iteration.
     """
     hooks = hook.trainer.hooks
     if metric in results or metric in hook.trainer.storage.results():
@@ -271,7 +271,7 @@ def _is_of_user(hook: HookBase) -> bool:
 
 
 def find_average(metric: str, hooks: Iterable[HookBase]) -> EMA | None:
-    """The hook EMA whose averaged weights a metric ``"ema/..."`` is of; None for another metric.
+    """The hook EMA whose weights a metric ``"ema/..."`` measures; None for other metrics.
 
     Raises:
         ValueError: if there is no such hook, or if there are several.
@@ -362,8 +362,8 @@ class BestCheckpointer(HookBase):
         """Read the best value from the file or folder, if it has one.
 
         This hook's state in a checkpoint is not enough: the best model may have been saved after
-        it, and an accelerator may compute other numbers the second time. A broken or missing file
-        is replaced by the next model, whatever its value was.
+        it, and an accelerator may compute other numbers the second time. If the file is broken or
+        missing, the next model replaces it, whatever the earlier value was.
         """
         saver = self._checkpointer
         if not saver.save_to_disk:
@@ -395,7 +395,7 @@ class BestCheckpointer(HookBase):
         if self.on_every_rank:
             trainer.prepare_save()
         iteration = trainer.done - 1
-        # As in detectron2, a subclass is told about a best value, and may refuse it.
+        # As in detectron2, a subclass may override this to learn of a best value, or to refuse it.
         if self._update_best(value, iteration) is False:
             return
         with trainer.clock.pause("save"):
@@ -416,7 +416,7 @@ class BestCheckpointer(HookBase):
             )
 
     def after_train(self) -> None:
-        """Log which model was the best, and restore it if asked to."""
+        """Log which model was the best."""
         if not self.trainer.succeeded:
             return
         self._checkpointer.wait()

@@ -34,46 +34,47 @@ _HEARD = b"\nThe run will save after the iteration, and end. A second signal end
 
 
 class Preemption(HookBase):
-    """Saves a checkpoint and ends the process when SIGTERM, SIGINT or SIGHUP asks for it.
+    """Saves a checkpoint and ends the process on SIGTERM, SIGINT or SIGHUP.
 
     A file ``stop`` in the checkpointer's folder requests an early stop instead: the main process
     looks for it when a run begins and when the ranks exchange metrics. The run then ends with the
     final evaluation and checkpoint, and logs the text of the file. ``hooktrain eval --follow
-    --patience`` writes such a file. It is not deleted: remove it to continue the run.
+    --patience`` writes such a file. The file is not deleted: remove it to continue the run.
 
-    A signal only sets a flag, which a single process checks at the end of the iteration. Several
-    ranks stop after the same iteration, even if only some of them got the signal: they exchange
-    their flags with the metrics, or after about ten seconds of steps if that is sooner. A gradient
-    accumulation in progress is completed. Then a checkpoint such as ``model_0000099.pth`` is saved,
-    unless it has just been, with the prefix and the ``max_to_keep`` of the run's
-    :class:`PeriodicCheckpointer`, and ``SystemExit`` is raised with the code 128 + the signal's
-    number: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP, which a closing terminal sends (under
-    nohup it is still ignored). There is no final evaluation, and ``trainer.succeeded`` is False. A
-    resumed run continues as if nothing had happened.
+    A signal only sets a flag, which a single process checks at the end of each iteration. Several
+    ranks exchange their flags along with the metrics, or about every ten seconds if that is sooner,
+    so all of them stop after the same iteration, even if only some received the signal. A gradient
+    accumulation in progress is completed first. Then a checkpoint such as ``model_0000099.pth`` is
+    saved, unless this iteration has just been saved, with the prefix and the ``max_to_keep`` of the
+    run's :class:`PeriodicCheckpointer`. Finally ``SystemExit`` is raised with the code 128 + the
+    signal number: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP, which a closing terminal sends
+    (nohup still ignores it). The final evaluation is skipped, and ``trainer.succeeded`` is False. A
+    resumed run continues as if it had not been interrupted.
 
     If submitit handles a signal, its handler is called on every rank once the checkpoint is saved.
     If the main process's handler exits, as for SIGUSR2 when the job is requeued, all ranks end with
     its exit code. Otherwise the run continues, as after SIGTERM, which submitit ignores.
 
-    A second signal ends the process at once, through the handlers that were installed before. In
-    the first second only a different signal does: schedulers signal all processes, and launchers
-    pass the signal on to them again.
+    A second signal ends the process at once, through the previously installed handlers. During the
+    first second the same signal counts only once, since schedulers signal all processes and
+    launchers then forward the signal to them again.
 
     Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
-    processes ``--shutdown-timeout`` seconds after the signal, 30 by default. In the last iteration
-    and the final evaluation a signal has no effect: the run ends anyway.
+    processes ``--shutdown-timeout`` seconds after the signal, 30 by default. During the last
+    iteration and the final evaluation a signal has no effect: the run ends anyway.
 
-    If a trainer or an evaluation iterates over a torch ``DataLoader``, its workers leave the
-    signals to their parent process. Start the workers of other loaders by
+    The workers of a torch ``DataLoader`` that a trainer or an evaluation iterates over leave these
+    signals to their parent process. Start the workers of other loaders with
     :func:`hooktrain.utils.workers.start_workers`.
 
-    Register it on every rank. Python allows signal handlers in the main thread only: in another
-    thread, as in a Ray worker, the hook does nothing.
+    Register the hook on every rank. Python allows signal handlers only in the main thread: in
+    another thread, as in a Ray worker, the hook does nothing.
 
     Args:
         checkpointer: the Checkpointer to save with.
-        signals: the signals to act on. Add ``signal.SIGUSR1`` if the scheduler announces the end
-            of a job by it; torchrun then needs ``--signals-to-handle``, or it ends at once.
+        signals: the signals to act on. Add ``signal.SIGUSR1`` if the scheduler sends it shortly
+            before the end of a job; torchrun then needs ``--signals-to-handle``, or it ends at
+            once.
     """
 
     needs_every_rank = True

@@ -31,43 +31,43 @@ Rows: TypeAlias = Iterable[tuple[str, Tensor]]  # named tensors of one dimension
 
 _DIFFERS = (
     "iteration %d makes no update: it was computed twice, with different results on these ranks: "
-    "%s. In the first check of a run, suspect a step that is not deterministic "
+    "%s. In the first check of a run, suspect a nondeterministic step "
     "(torch.use_deterministic_algorithms); later, suspect the machine, and resume from the last "
     "checkpoint on another one. Ranks exchange gradients and shards of weights, so first suspect "
     "a rank whose weights or buffers differ, then one whose loss differs"
 )
 _REPLICAS = (
     "iteration %d makes no update: the weights of the ranks %s differ from those of most ranks "
-    "that should have the same. Of two ranks either may be wrong. Resume on another machine, from "
-    "a checkpoint that is older than the previous check"
+    "that should have the same. If there are only two, either may be wrong. Resume on another "
+    "machine, from a checkpoint that is older than the previous check"
 )
 
 
 class ReplayCheck(HookBase):
-    """Computes a step twice every ``period`` iterations, and ends the run if a bit differs.
+    """Every ``period`` iterations, computes a step twice, and ends the run if a bit differs.
 
-    The batches of such a step are copied. After its backward pass the losses, gradients and buffers
-    are computed again with the same random numbers, before anything is updated. A healthy machine
-    gets the same bits. Weights, buffers, generators and the position in the data are the same, bit
-    for bit, as without the hook. A step that is not deterministic differs in the first check, and
-    the error says so.
+    The batches of such a step are copied. After the backward pass, and before the update, the
+    losses, gradients and buffers are computed again with the same random numbers. A healthy machine
+    gets the same bits. The hook leaves weights, buffers, generators and the position in the data
+    exactly as they would be without it. A nondeterministic step fails the first check, and the
+    error says so.
 
-    Both passes use the same weights, so they cannot show that a weight was already wrong. So a
-    check also compares the sums of the bytes of the weights between ranks that have the same parts
-    of them: all ranks, or the replicas of a shard (HSDP). A shard that only one rank has is not
-    compared. Neither are buffers, and weights that ranks do not exchange: those that
-    DistributedDataParallel ignores, and unsharded ones beside shards.
+    Both passes use the same weights, so they cannot reveal a weight that was already wrong. A check
+    therefore also compares the sum of the weights' bytes between ranks that hold the same weights:
+    all ranks, or the replicas of a shard (HSDP). Not compared are shards that only one rank holds,
+    buffers, and weights that ranks do not synchronize: those that DistributedDataParallel ignores,
+    and unsharded ones beside shards.
 
     Changes that hooks make to the gradients in ``after_backward`` come after the check.
 
-    A check costs a forward and a backward pass, and memory for another set of gradients.
+    A check costs a forward and a backward pass, and memory for a second set of gradients.
 
     Args:
         period: in iterations, or like ``"1 epoch"``. The first iteration of a run is not checked,
-            since DistributedDataParallel arranges its buckets there.
+            since DistributedDataParallel rearranges its buckets in it.
 
     Raises:
-        TypeError: when training starts, if the trainer or its model has a step of its own.
+        TypeError: when training starts, if the trainer or its model has its own step.
         RuntimeError: on all ranks, if a check finds a difference.
     """
 
@@ -87,7 +87,7 @@ class ReplayCheck(HookBase):
     trainer: SimpleTrainer
 
     def before_step(self) -> None:
-        """Make a step that is due compute its gradients twice."""
+        """If a check is due, make the step compute its gradients twice."""
         trainer = self.trainer
         if self._period.is_due(trainer) and trainer.iter > trainer.start_iter:
             trainer.replay = self._compute_twice
@@ -98,7 +98,7 @@ class ReplayCheck(HookBase):
         model = unwrap_model(trainer.model)
         parts = _parts(model)
         taken = [next(batches) for _ in range(trainer.batches_per_step)]
-        # Copies, since a model may change its batch, and so may broken memory.
+        # Copies, since the model, or faulty memory, may change a batch.
         again, buffers = copy.deepcopy((taken, list(model.buffers())))
         device = compute_device(model)
         devices = [] if device.type == "cpu" else [device]
@@ -145,7 +145,7 @@ def _parts(model: nn.Module) -> tuple[int, int]:
 
 
 def _compare_ranks(iteration: int, everywhere: Sequence[tuple[int, int]]) -> None:
-    """Raise an error that names the ranks whose sum differs from most ranks with their parts."""
+    """Raise an error that names the ranks whose sum differs from that of most of their replicas."""
     # Of the sums of the same parts, the most frequent comes last and remains.
     usual = dict(sorted(everywhere, key=Counter(everywhere).__getitem__))
     others = [
@@ -156,7 +156,7 @@ def _compare_ranks(iteration: int, everywhere: Sequence[tuple[int, int]]) -> Non
 
 
 def _computed(model: nn.Module, losses: Tensors) -> Rows:
-    """Copies of a step's losses, buffers and, last, gradients on this rank; DDP averages these."""
+    """Copies of a step's losses, buffers and gradients (last, since DDP averages them)."""
     gradients = ((f"{name}.grad", p.grad) for name, p in model.named_parameters())
     for name, each in chain(losses.items(), model.named_buffers(), gradients):
         if each is not None:
