@@ -71,10 +71,28 @@ def describe(hooks: Iterable[HookBase]) -> str:
     """One line per hook, in order: its name, its phase and the events that it overrides."""
     lines = []
     for key, hook in named_hooks(hooks).items():
-        kind = type(hook)
-        own = [e for e in EVENTS if getattr(kind, e) is not getattr(HookBase, e)]
-        lines.append(f"{key} ({hook.phase}): {', '.join(own)}")
+        own = ", ".join(_overridden(hook, EVENTS))
+        lines.append(f"{key} ({hook.phase}): {own}")
     return "\n".join(lines)
+
+
+def _overridden(hook: HookBase, names: Iterable[str]) -> list[str]:
+    """Those methods of HookBase that a hook overrides, by its class or by an attribute."""
+    return [
+        name
+        for name in names
+        if getattr(getattr(hook, name), "__func__", None) is not getattr(HookBase, name)
+    ]
+
+
+def warn_of_no_event(hook: HookBase) -> None:
+    """Warn about a hook of which no trainer and no checkpoint calls anything."""
+    if not _overridden(hook, (*EVENTS, "run_files", "state_dict")):
+        logger.warning(
+            "The hook %s overrides no event, so the trainer never calls it; the events are %s",
+            type(hook).__qualname__,
+            ", ".join(EVENTS),
+        )
 
 
 def hook_states(hooks: Iterable[HookBase]) -> State:

@@ -20,6 +20,7 @@ from hooktrain.engine.hook_list import (
     named_hooks,
     place_beside,
     place_by_phase,
+    warn_of_no_event,
 )
 from hooktrain.engine.losses import LossRecorder
 from hooktrain.engine.preflight import warn_of_events
@@ -504,6 +505,7 @@ class TrainerBase:
                     f"{hook!r} already has a trainer: make one hook for each trainer"
                 )
             warn_of_events(type(hook))
+            warn_of_no_event(hook)
             if phase is not None:
                 hook.phase = phase
             elif self.places_by_phase:

@@ -12,7 +12,7 @@ import torch
 from equality import assert_equal
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import HookBase, SimpleTrainer, default_hooks
-from hooktrain.engine.hooks import EMA, EarlyStopping
+from hooktrain.engine.hooks import EMA, CallbackHook, EarlyStopping
 from hooktrain.events import JSONWriter, load_json_metrics
 from toys import Idle, linear_trainer
 
@@ -46,6 +46,46 @@ class Measures(HookBase):
 
     def after_step(self) -> None:
         self.trainer.storage.put_scalar("twice", 2.0 * self.trainer.done)
+
+
+class StepsLikeTimm(HookBase):
+    """Has a method that no trainer calls."""
+
+    def step_update(self, num_updates: int) -> None:
+        self.seen = num_updates
+
+
+class ByAttribute(HookBase):
+    def __init__(self) -> None:
+        self.after_train = self.tell  # type: ignore[method-assign]
+
+    def tell(self) -> None:
+        """Is called at the end."""
+
+
+class OnlyFiles(HookBase):
+    def run_files(self) -> list[str]:
+        return ["notes.txt"]
+
+
+class OnlyState(HookBase):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 1}
+
+
+class Inherits(Measures):
+    """Has the event of its base class."""
+
+
+def test_a_hook_without_an_event_is_told_when_it_is_registered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = Idle(Inherits(), ByAttribute(), OnlyFiles(), OnlyState(), CallbackHook())
+    assert caplog.messages == []
+    trainer.register_hooks([StepsLikeTimm()])
+    (text,) = caplog.messages
+    assert "StepsLikeTimm overrides no event" in text
+    assert "after_evaluation, after_train" in text
 
 
 def make(folder: Path, order: Sequence[int]) -> SimpleTrainer:
