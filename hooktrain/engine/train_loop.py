@@ -291,7 +291,7 @@ class TrainerBase:
         self.done = self.iter + 1
         self.clock.lap()
         if self.ends_period:
-            self.synchronize()
+            self.end_period()
             self.clock.lap()  # the wait for the device and for other ranks counts too
         self.clock.advance()
         for hook in self._hooks:
@@ -366,6 +366,10 @@ class TrainerBase:
     def tolerate_losses(self) -> None:
         """Allow infinite and NaN losses in this iteration. Call it on all ranks."""
         self._losses.tolerate(self.iter)
+
+    def end_period(self) -> None:
+        """Exchange metrics at the end of a period. A collective."""
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Exchange metrics, stop requests and the time, and check the losses. A collective."""

@@ -156,16 +156,16 @@ class ModelTrainer(TrainerBase):
             # The loader starts last, since its start may draw random numbers.
             self._data_loader_iter.start()
 
-    def after_step(self) -> None:
-        """Exchange metrics, call the hooks, and check for mistakes after a period."""
+    def end_period(self) -> None:
+        """Exchange metrics, and check for mistakes. A collective."""
         run = self._run
-        if self.ends_period and run.trainable is not None:
+        if run.trainable is not None:
             trained = trainable(self.model)
             if not trained.keys() <= run.trainable.keys():  # new, or no longer frozen
                 run.trainable |= trained
                 check_parts(self.model, self.optim_wrapper)
-        super().after_step()
-        if self.ends_period and run.versions:
+        super().end_period()
+        if run.versions:
             if type(self).run_step.__module__ != __name__:
                 warn_of_lost_calls(self)
             warn_of_unused_gradients(self)
@@ -219,13 +219,11 @@ class ModelTrainer(TrainerBase):
         """
         if prefix:
             loss_dict = {prefix + name: value for name, value in loss_dict.items()}
-        self._losses.record(
-            self.storage.iter if iter is None else iter,
-            loss_dict,
-            data_time,
-            total=prefix + "total_loss" if self._adds_up else None,
-            check_now=not self.async_write_metrics,
-        )
+        if iter is None:
+            iter = self.storage.iter
+        total = prefix + "total_loss" if self._adds_up else None
+        check_now = not self.async_write_metrics
+        self._losses.record(iter, loss_dict, data_time, total, check_now)
 
     def prepare_save(self) -> None:
         """Check before a save that everything is finite on every rank. A collective.

@@ -98,11 +98,11 @@ class AmpOptimWrapper(OptimWrapper):
             self.grad_scaler.unscale_(self.optimizer)
             self._unscaled = True
 
-    def _apply(self, **kwargs: Any) -> bool:
+    def _apply(self, kwargs: Options) -> bool:
         scaler = self.grad_scaler
         self._unscaled = False
         if not scaler.is_enabled():
-            return super()._apply(**kwargs)
+            return super()._apply(kwargs)
         # Host-device synchronisation: reads the overflow flag. Fused optimizers read it
         # inside their kernel.
         scaler.step(self.optimizer, **kwargs)

@@ -215,7 +215,7 @@ class OptimWrapper:
             self.after_backward()
         self.clip_gradients()
         try:
-            return self._apply(**kwargs)
+            return self._apply(kwargs)
         except (TypeError, AssertionError) as error:
             add_note(error, _CLOSURES)
             raise
@@ -223,7 +223,7 @@ class OptimWrapper:
     def unscale_gradients(self) -> None:
         """Divide the gradients by the factor by which a scaler has multiplied the loss."""
 
-    def _apply(self, **kwargs: Any) -> bool:
+    def _apply(self, kwargs: Options) -> bool:
         self.optimizer.step(**kwargs)
         return True
 

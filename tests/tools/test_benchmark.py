@@ -21,4 +21,4 @@ def test_a_step_takes_less_than_19_percent_more_instructions_than_a_bare_loop(
         "a step's instructions, in those of a bare loop", f"{ours / bare:.3f}"
     )
     record_property("thousands of instructions of a row of metrics", f"{row:.0f}")
-    assert 1 < ours / bare < 1.19
+    assert 1 < ours / bare < 1.18

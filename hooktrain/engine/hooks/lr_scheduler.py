@@ -22,6 +22,8 @@ from hooktrain.utils.periods import Period
 
 logger = logging.getLogger(__name__)
 
+_EPOCH = Period("1 epoch")  # whose length may change during a run
+
 # Schedules, or their states, by the names of their optimizers. A single optimizer has the name "".
 ByOptimizer: TypeAlias = Mapping[str, list[Any]]
 
@@ -81,11 +83,12 @@ class LRScheduler(HookBase):
     def before_train(self) -> None:
         """Find the optimizers and schedules, and when each schedule steps."""
         self._storage = self.trainer.storage
-        self._recorded: list[
-            Any
-        ] = []  # names of metrics, and the groups of their rates
-        self._steps: list[Any] = []  # periods, and the schedules that step after them
-        self._watched: list[Any] = []  # names of results, and functions of their values
+        # Names of metrics, and the groups whose rates they are.
+        self._recorded: list[tuple[str, Any]] = []
+        # Whether a schedule steps after each epoch, rather than iteration, and the schedule.
+        self._steps: list[tuple[bool, Any]] = []
+        # Names of results, and functions of their values.
+        self._watched: list[tuple[str, Any]] = []
         # Optimizers and the names of their settings, and the schedules that change them.
         self._driven: list[Any] = []
         self._expected: list[Any] = []  # the rates after the last step, while watched
@@ -243,8 +246,7 @@ class LRScheduler(HookBase):
                 f"{scheduler!r} counts epochs, but the loader has no length: "
                 "set trainer.epoch_length, or by_epoch=False"
             )
-        # The length of an epoch may change during the run.
-        self._steps.append((Period("1 epoch" if by_epoch else 1), scheduler))
+        self._steps.append((by_epoch, scheduler))
         return period
 
     def after_step(self) -> None:
@@ -258,16 +260,17 @@ class LRScheduler(HookBase):
                 self._rates(),
             )
         self._record_rates()
-        for period, schedule in self._steps:
-            if period.is_due(self.trainer):
+        for by_epoch, schedule in self._steps:
+            # A method call in each step is saved for the others.
+            if not by_epoch or _EPOCH.is_due(self.trainer):
                 schedule.step()
         is_watched = self._driven and self.trainer.done <= self._watched_until
         self._expected = self._rates() if is_watched else []
 
     def _record_rates(self) -> None:
-        put = self._storage.put_scalar
+        smoothing_hint = False
         for name, group in self._recorded:
-            put(name, group["lr"], smoothing_hint=False)
+            self._storage.put_scalar(name, group["lr"], smoothing_hint)
 
     def after_evaluation(self, results: Numbers) -> None:
         """Step the schedules that watch a result."""
