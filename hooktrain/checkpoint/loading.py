@@ -188,7 +188,13 @@ def load_model_state(
         ValueError: with ``strict``, if there is a difference; otherwise, if nothing fits.
     """
     in_model = model.state_dict()
-    loadable = _with_names_of(in_model, state)
+    own_name = _names_of(in_model)
+
+    def rename(name: str) -> str:
+        own = own_name(name)
+        return name if own in state else own
+
+    loadable = _renamed(state, rename)
     incorrect: Shapes = []
     for name, ours in in_model.items():
         if name not in loadable:
@@ -205,7 +211,7 @@ def load_model_state(
         for name in loadable.keys() & in_model.keys():
             if not is_lazy(in_model[name]):
                 trial[name] = in_model[name]  # so nothing is changed
-        found = _load(model, trial, in_model, incorrect)
+        found = _load(model, trial, in_model, incorrect, own_name)
         if any(found):
             raise ValueError(
                 f"the checkpoint is of another model, so nothing is loaded: {_describe(found)}\n"
@@ -215,40 +221,41 @@ def load_model_state(
             )
     if check_only:
         return IncompatibleKeys([], [], [])
-    found = _load(model, loadable, in_model, incorrect)
+    found = _load(model, loadable, in_model, incorrect, own_name)
     if any(found):
         logger.warning("Not loaded: %s", _describe(found))
     return found
 
 
-def _with_names_of(in_model: State, state: State) -> "OrderedDict[str, Any]":
-    """A copy of a state in which names have the wrapper prefixes that they have in the model."""
+def _names_of(in_model: State) -> Callable[[str], str]:
+    """The function from a name, with any wrapper prefixes, to the model's name of that tensor.
+
+    It returns names that the model lacks without wrapper prefixes.
+    """
     # Names of modules, for the versions in the metadata, get a dot at the end in _renamed().
     modules = [f"{name}." for name in getattr(in_model, "_metadata", {})]
     ours = {bare_name(name): name for name in [*modules, *in_model]}
 
-    def rename(name: str) -> str:
+    def own_name(name: str) -> str:
         if name in in_model:
             return name
         bare = bare_name(name)
-        renamed = ours.get(bare, bare)
-        return name if renamed in state else renamed
+        return ours.get(bare, bare)
 
-    return _renamed(state, rename)
+    return own_name
 
 
 def _load(
-    model: nn.Module, state: State, in_model: State, incorrect: Shapes
+    model: nn.Module,
+    state: State,
+    in_model: State,
+    incorrect: Shapes,
+    own_name: Callable[[str], str],
 ) -> IncompatibleKeys:
     """Load a state. Only a load shows which names fit, since modules rename older ones."""
     result = model.load_state_dict(state, strict=False)
     # Some wrappers leave their own part of a name out of the state, but not out of the result.
-    ours = {bare_name(name): name for name in [*state, *in_model]}
-
-    def own(name: str) -> str:
-        return name if name in in_model else ours.get(bare_name(name), name)
-
-    unexpected = [*map(own, result.unexpected_keys)]
+    unexpected = [*map(own_name, result.unexpected_keys)]
     if in_model and state.keys() <= set(unexpected):
         raise ValueError(
             f"nothing in the state fits the model: the state has {reprlib.repr(list(state))}, "
@@ -257,8 +264,10 @@ def _load(
         )
     # The model may have a parameter under several names.
     named = model.named_parameters(remove_duplicate=False)
-    parameters: dict[str, Any] = {own(name): parameter for name, parameter in named}
-    lacking = [name for name in map(own, result.missing_keys) if name in in_model]
+    parameters: dict[str, Any] = {
+        own_name(name): parameter for name, parameter in named
+    }
+    lacking = [name for name in map(own_name, result.missing_keys) if name in in_model]
     there = in_model.keys() - lacking | {name for name, _, _ in incorrect}
     known = {parameters.get(name, name) for name in there}
     missing = [name for name in lacking if parameters.get(name, name) not in known]
