@@ -3,7 +3,6 @@
 import difflib
 import inspect
 import logging
-import pkgutil
 import pydoc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -130,11 +129,8 @@ def locate(name: str) -> Any:
         found = pydoc.locate(name)
     except pydoc.ErrorDuringImport as error:
         raise error.value from None  # type: ignore[misc, unused-ignore]
-    if found is None:  # the object may be in a module that an attribute hides
-        try:
-            found = pkgutil.resolve_name(name)
-        except (AttributeError, ImportError):
-            raise ImportError(f"cannot locate {name!r}") from None
+    if found is None:
+        raise ImportError(f"cannot locate {name!r}")
     return found
 
 

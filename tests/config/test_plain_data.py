@@ -118,7 +118,7 @@ def test_what_cannot_be_saved_is_a_warning(
     loaded = round_trip(cfg, tmp_path)
     assert "The saved config lacks a.b = " in caplog.text
     assert loaded.e == [1]
-    with pytest.raises(ValueError, match="NOT SAVED"):
+    with pytest.raises(ImportError, match="NOT SAVED"):
         instantiate(loaded.a)
 
 

@@ -35,18 +35,11 @@ class Watchdog(HookBase):
             0.
         first_s: the limit until the end of the first iteration, which may compile, if this is
             longer.
-
-    Raises:
-        ValueError: if ``timeout_s`` is not above 0.
     """
 
     phase = "end"
 
     def __init__(self, timeout_s: float, first_s: float = 0) -> None:
-        if timeout_s <= 0:
-            raise ValueError(
-                f"timeout_s must be above 0 seconds, but got {timeout_s!r}"
-            )
         self.timeout_s = timeout_s
         self._limit_s = max(first_s, timeout_s)
 
