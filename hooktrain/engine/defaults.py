@@ -1,11 +1,11 @@
 """Defaults for training scripts: arguments, set-up, writers and hooks."""
 
 import argparse
-import difflib
 import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,9 +94,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     A new run renames a folder with checkpoints to ``<folder>.1``. A second stage needs its own
     folder: a ``train.init_checkpoint`` in the folder that would be renamed is refused.
 
-    A run that resumes fetches its checkpoint from ``train.store`` if the folder has none.
-    It logs which lines of the configuration have changed, and replaces ``config.json`` once
-    the checkpoint is loaded and the run begins. A restart by torchrun resumes too.
+    A run that resumes fetches its checkpoint from ``train.store`` if the folder has none. It
+    replaces ``config.json`` once the checkpoint is loaded and the run begins. A restart by torchrun
+    resumes too.
 
     Args:
         cfg: a configuration, whose ``train`` may have ``output_dir``, ``seed``, ``run_id``,
@@ -143,17 +143,14 @@ def default_setup(cfg: Any, args: Any) -> None:
     if goes_on and folder and train.get("store"):
         _fetch_run(train["store"], folder)
     earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
-    to_resume = folder if goes_on else None
-    seed, train["run_id"] = on_main_process(partial(_drawn, train, to_resume, earlier))
+    seed, train["run_id"] = on_main_process(partial(_drawn, train, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
     if isinstance(cfg, ConfigDict):
         # Other values may refer to the seed, or to values that a script has changed.
         resolve(cfg)
     if folder and comm.is_main_process() and not eval_only:
         # When a resumed run begins, PeriodicCheckpointer replaces the earlier file by this one.
-        written = temporary_path(path) if earlier else path
-        LazyConfig.save(cfg, written)
-        _log_changes(earlier, _read(written))
+        LazyConfig.save(cfg, temporary_path(path) if earlier else path)
         logger.info("Writing the full configuration to %s", path)
     if train.get("cudnn_benchmark"):
         torch.backends.cudnn.benchmark = True
@@ -181,41 +178,23 @@ def _read(path: Path) -> str:
     return path.read_text("utf-8", "replace") if path.is_file() else ""
 
 
-def _drawn(train: Any, folder: str | None, earlier: str) -> tuple[Any, Any]:
+def _drawn(train: Any, earlier: str) -> tuple[Any, Any]:
     """Return the seed and the id of the run: if not given, those of the run to resume.
 
     A new run gets a new id; its seed, None, is drawn later.
 
     Args:
         train: the settings.
-        folder: the folder to resume from, which may have no run; None for a new run.
-        earlier: the text of the folder's ``config.json``.
+        earlier: the text of the ``config.json`` of the run to resume. If it is missing or damaged,
+            the resume refuses the drawn seed, and names the run's.
     """
     seed, run_id = train.get("seed"), train.get("run_id")
     saved: dict[str, Any] = {}
-    try:
+    with suppress(ValueError, LookupError, TypeError):
         saved = dict(json.loads(earlier)["train"])
-    except (ValueError, LookupError, TypeError):
-        if folder and checkpoint_names(folder):
-            logger.warning(
-                "config.json in %r is missing or damaged: a train.seed or train.run_id that is not "
-                "given is drawn anew. If the run needs its old seed, the error of the resume names "
-                "it",
-                folder,
-            )
     if seed is None or seed < 0:
         seed = saved.get("seed")
     return seed, run_id or saved.get("run_id") or uuid4().hex
-
-
-def _log_changes(before: str, now: str) -> None:
-    """Log which lines of the configuration a resumed run has changed."""
-    lines = difflib.unified_diff(
-        before.splitlines(), now.splitlines(), "before", "now", lineterm="", n=0
-    )
-    changes = "\n".join(lines)
-    if before and changes:
-        logger.info("The configuration has changed:\n%s", changes)
 
 
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:

@@ -235,7 +235,6 @@ def test_without_a_good_config_json_the_seed_of_the_run_has_to_be_given(
         (folder / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=f"seed={drawn}, but now seed="):
         start(folder, "train.seed=null", resume=True)
-    assert "config.json" in (folder / "log.txt").read_text()
     again = start(folder, f"train.seed={drawn}", stop=6, resume=True)
     assert again.iter == 6
     assert LazyConfig.load(folder / "config.json").train.seed == drawn
@@ -271,14 +270,6 @@ def test_a_resume_executes_nothing_of_the_output_folder(key: str, folder: Path) 
     with nullcontext() if key == "max_iter" else pytest.raises(TypeError):
         start(folder, "train.seed=null", stop=4, resume=True)
     assert not (folder / "executed").exists()
-
-
-def test_a_resume_logs_what_has_changed_in_the_configuration(folder: Path) -> None:
-    default_setup(config(folder), Namespace())
-    default_setup(config(folder, "optimizer.lr=0.25"), Namespace(resume=True))
-    log = (folder / "log.txt").read_text()
-    assert '-    "lr": 0.1,\n+    "lr": 0.25,\n' in log
-    assert log.count("\n+  ") == 1
 
 
 def test_a_resume_that_is_refused_leaves_the_configuration_as_it_was(
