@@ -336,9 +336,7 @@ class BestCheckpointer(HookBase):
         self._val_metric = val_metric
         self._mode = check_mode(mode, val_metric)
         self._file_prefix = file_prefix
-        names = [file_prefix, f"{file_prefix}.pth"]
-        # An earlier start of the run may have saved the other kind, a folder or a file.
-        self._name, self._other = names if checkpointer.sharded else reversed(names)
+        self._name = file_prefix if checkpointer.sharded else f"{file_prefix}.pth"
         self.needs_every_rank = checkpointer.sharded  # each rank writes its shards
         self.ema: EMA | None = None
         self.best_metric: float | None = None
@@ -347,14 +345,12 @@ class BestCheckpointer(HookBase):
     def before_train(self) -> None:
         """Read the best value so far, if the run is resumed.
 
-        The best model of an earlier run is renamed. So is a file if this run saves folders, and a
-        folder if it saves files.
+        The best model of an earlier run, a file or a folder, is renamed.
         """
         tell_without_evaluation(self, self._val_metric)
         self.ema = find_average(self._val_metric, self.trainer.hooks)
-        if self._checkpointer.save_to_disk:
-            is_new = self.trainer.start_iter == 0
-            earlier = [self._other, self._name] if is_new else [self._other]
+        if self._checkpointer.save_to_disk and self.trainer.start_iter == 0:
+            earlier = [self._file_prefix, f"{self._file_prefix}.pth"]
             put_aside(self._checkpointer.save_dir, earlier)
         self.read_best()
 

@@ -460,7 +460,7 @@ def test_a_trainer_that_begins_anew_forgets_its_best_value(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_run_that_changes_between_files_and_folders_puts_its_best_model_aside(
+def test_a_run_that_changes_between_files_and_folders_begins_another_best_model(
     sharded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = ["model_best.pth", "model_best"]
@@ -468,10 +468,10 @@ def test_a_run_that_changes_between_files_and_folders_puts_its_best_model_aside(
     _, first = best_of(tmp_path, [0.5], sharded=not sharded)
     best_of(tmp_path, [0.25], first.state_dict(), sharded=sharded)
     assert read_checkpoint(str(tmp_path / new))["best"]["best_metric"] == 0.25
-    aside = read_checkpoint(str(tmp_path / f"{old}.1"))
-    assert aside["best"]["best_metric"] == 0.5
-    assert f"{old}.1" in caplog.text
+    assert read_checkpoint(str(tmp_path / old))["best"]["best_metric"] == 0.5
+    best_of(tmp_path, [0.125], sharded=sharded)  # a new run
     assert not (tmp_path / old).exists()
+    assert f"{old}.1" in caplog.text
 
 
 @pytest.mark.parametrize("is_older", [False, True])
