@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
 from operator import length_hint
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -280,12 +280,7 @@ class DatasetEvaluators(DatasetEvaluator):
     Args:
         evaluators: the evaluators, each of which gets every batch, in this order. An object
             without ``process`` is a metric for :class:`MetricEvaluator`.
-
-    Attributes:
-        evaluations: the number of evaluations in this process that have returned results.
     """
-
-    evaluations: ClassVar[int] = 0
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
         self._evaluators: list[Any] = []
@@ -325,7 +320,6 @@ class DatasetEvaluators(DatasetEvaluator):
                     "them by torchmetrics' MetricCollection({'name': metric, ...})"
                 )
             merged.update(results)
-        DatasetEvaluators.evaluations += bool(merged)
         return merged
 
 

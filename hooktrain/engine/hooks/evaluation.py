@@ -20,11 +20,7 @@ from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
-from hooktrain.evaluation.evaluator import (
-    DatasetEvaluators,
-    as_module,
-    inference_context,
-)
+from hooktrain.evaluation.evaluator import as_module, inference_context
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
 from hooktrain.events.history import OF_THE_MACHINE
 from hooktrain.utils import comm
@@ -163,19 +159,17 @@ class EvalHook(HookBase):
         self.trainer.after_evaluation(results)
 
     def _evaluate(self) -> Numbers:
-        before = DatasetEvaluators.evaluations
         model = getattr(self.trainer, "model", None)
         with inference_context(as_module(model)):
-            self.last_results = self._func() or {}
-        numbers = as_numbers(self.last_results)
-        is_lost = not numbers and DatasetEvaluators.evaluations > before
-        if is_lost and comm.is_main_process():
+            results = self._func()
+        if results is None:
             log_once(
-                logger.warning,
-                "eval_function returned no results, but its evaluators did: is a `return "
+                logger.info,
+                "eval_function returned None, so there are no results: is a `return "
                 "inference_on_dataset(...)` missing?",
             )
-        return numbers
+        self.last_results = results or {}
+        return as_numbers(self.last_results)
 
 
 def _wait_for_all_ranks(seconds: float | None) -> bool:
