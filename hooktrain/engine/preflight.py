@@ -24,10 +24,12 @@ from hooktrain.utils.tensors import checksum, compute_device
 
 logger = logging.getLogger(__name__)
 
-# Method names of Lightning, MMEngine and transformers.
+# Method names of Lightning, MMEngine, transformers and Ultralytics.
 _OF_OTHERS = re.compile(
-    r"(before|after)_(run|iter|epoch|train_|val|test)|on_.+_(start|end|begin)"
-    r"|on_(before|after)_|optimizer_step|lr_scheduler_step|configure_gradient_clipping"
+    r"(before|after)_(run|iter|epoch|train_|val|test)"
+    r"|on_.+_(start|end|begin|step|save|checkpoint)"
+    r"|on_(before|after|save|log|evaluate|predict|exception)"
+    r"|optimizer_step|lr_scheduler_step|configure_gradient_clipping"
     r"|(training|validation|test|predict)_step|(train|val|test)_dataloader"
     r"|configure_optimizers"
 )

@@ -410,7 +410,8 @@ def inference_on_dataset(
             except TypeError as error:
                 add_note(
                     error,
-                    "to call the model in another way, pass step=a function of (model, batch)",
+                    "to call the model in another way, pass step=a function of (model, "
+                    "batch); several loaders are passed as a dict by name",
                 )
                 raise
             if is_own and is_first:

@@ -369,6 +369,21 @@ class StepsLikeLightning(Base):
         self.seen = 7
 
 
+class SavesLikeLightning(Base):
+    def on_save_checkpoint(self, checkpoint: dict[str, int]) -> None:
+        checkpoint["seen"] = self.seen
+
+
+class LogsLikeTransformers(Base):
+    def on_log(self) -> None:
+        self.seen = 7
+
+
+class SavesLikeUltralytics(Base):
+    def on_model_save(self) -> None:
+        self.seen = 7
+
+
 class OfLightning(Base):
     def training_step(self) -> None:
         super().training_step()  # type: ignore[misc]
@@ -394,6 +409,9 @@ def test_a_method_that_leaves_nothing_out_is_not_told(
             "OfLightning.training_step is not an event, so only your own code",
         ),
         (StepsLikeLightning, "on_before_optimizer_step is not an event"),
+        (SavesLikeLightning, "on_save_checkpoint is not an event"),
+        (LogsLikeTransformers, "on_log is not an event"),
+        (SavesLikeUltralytics, "on_model_save is not an event"),
     ],
 )
 def test_a_method_that_is_not_called_or_lacks_its_super_is_told(

@@ -110,14 +110,20 @@ def test_a_function_of_model_and_batch_calls_a_model_that_is_evaluated() -> None
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
 
 
+@pytest.mark.parametrize(
+    ("batch", "kind", "how"),
+    [
+        ([torch.ones(1, 2), torch.ones(1)], "list", "step="),
+        (DataLoader([1, 2]), "DataLoader", "several loaders are passed as a dict"),
+    ],
+)
 def test_the_error_of_a_model_that_cannot_take_the_batch_says_how_else(
-    caplog: pytest.LogCaptureFixture,
+    batch: Any, kind: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batch = [torch.ones(1, 2), torch.ones(1)]
-    with pytest.raises(TypeError, match="Tensor, not list") as caught:
+    with pytest.raises(TypeError, match=f"Tensor, not {kind}") as caught:
         inference_on_dataset(nn.Linear(2, 2), [batch], None)
     notes = getattr(caught.value, "__notes__", caplog.messages)
-    assert "step=" in notes[0]
+    assert how in notes[0]
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
