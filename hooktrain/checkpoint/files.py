@@ -5,6 +5,7 @@ another number; :func:`verify_file` compares them. Loading runs no code (``weigh
 """
 
 import copy
+import re
 import reprlib
 import zipfile
 from collections import Counter, OrderedDict
@@ -281,6 +282,13 @@ def find_problem(file: IO[bytes]) -> str:
 def _reason(error: Exception) -> str:
     """The line of a long torch message that gives the reason."""
     _, _, message = str(error).rpartition("WeightsUnpickler error:")
+    asked = re.search(r"GLOBAL (\S+)", message)
+    if asked:
+        return (
+            f"it needs {asked[1]!r}, which could run code. Nothing was run. If you trust it, call "
+            f"torch.serialization.add_safe_globals([{asked[1]}]); if it is a whole model, save the "
+            "weights: torch.save(torch.load(path, weights_only=False)['model'].state_dict(), ...)"
+        )
     first_line, _, _ = message.strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"
 
