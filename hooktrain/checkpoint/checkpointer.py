@@ -295,7 +295,7 @@ class Checkpointer:
         that, the folder is free for another run.
 
         Raises:
-            StoreTakenError: if another process goes on with the run in the store.
+            StoreTakenError: if another process has taken over the run in the store.
             Exception: the error of the save in the background, or of the store.
         """
         self.wait()

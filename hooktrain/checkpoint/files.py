@@ -109,7 +109,7 @@ def write_file(state: State, path: AnyPath) -> None:
 
 
 def verify_file(path: AnyPath) -> None:
-    """Read the whole file and compare every checksum in it (some GB/s).
+    """Read the whole file and compare every checksum in it (at several GB/s).
 
     A file without checksums, such as a ``.safetensors`` file, passes if its structure is right.
 

@@ -157,7 +157,7 @@ class CheckpointFolder(CheckpointFile):
 
         Raises:
             CorruptCheckpointError: if a file is missing, truncated, altered or outside the folder;
-                the message names the first. Also for a folder of an earlier revision.
+                the message names the first. Also if an earlier revision saved the folder.
         """
         folder = Path(self.path)
         with reading(folder):
@@ -165,8 +165,8 @@ class CheckpointFolder(CheckpointFile):
             manifest = load_verified(folder / MANIFEST, mapped=True)
             if manifest.keys() == {"files"}:
                 raise CorruptCheckpointError(
-                    f"{folder} is of an earlier revision: `hooktrain checkpoint upgrade {folder}` "
-                    "converts it"
+                    f"{folder} was saved by an earlier revision: `hooktrain checkpoint upgrade "
+                    f"{folder}` converts it"
                 )
             files = manifest["files"]
             for name in sorted(files)[part::parts]:
@@ -392,7 +392,7 @@ def _index_of(everywhere: list[Parts], tensors: Tensors) -> tuple[Index, Metadat
     """
     unknown = set().union(*everywhere) - tensors.keys()
     if unknown:
-        raise ValueError(f"a rank has {unknown}, but the main process has not")
+        raise ValueError(f"a rank has {unknown}, but the main process does not")
     index: Index = {}
     metadata = Metadata({}, storage_data={})
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Reading checkpoints of any library, and loading a state into a model."""
+"""Reads checkpoints of any library, and loads a state into a model."""
 
 import copy
 import logging
@@ -214,7 +214,7 @@ def load_model_state(
         found = _load(model, trial, in_model, incorrect, own_name)
         if any(found):
             raise ValueError(
-                f"the checkpoint is of another model, so nothing is loaded: {_describe(found)}\n"
+                f"the checkpoint is from another model, so nothing is loaded: {_describe(found)}\n"
                 "Use another folder, or the model of the checkpoint. If it has only a part of the "
                 "weights on purpose, strict=False loads those that fit, as do load(path) and "
                 "train.init_checkpoint"

@@ -63,8 +63,8 @@ def pointed_iteration(save_dir: AnyPath, pointed: str) -> int | None:
 def pointed_name(save_dir: AnyPath) -> str:
     """The name in ``last_checkpoint``, even of a missing checkpoint; "" without such a file.
 
-    Of a full path, as other libraries write it, only the name counts, since the folder may have
-    been moved.
+    If it holds a full path, as other libraries write it, only the name counts, since the folder may
+    have been moved.
     """
     path = Path(save_dir, POINTER)
     if not path.exists():
@@ -98,7 +98,7 @@ def names_to_resume(save_dir: AnyPath) -> list[str]:
     """The names of the checkpoints to try, in this order.
 
     The one that ``last_checkpoint`` names comes first, then the others, newest first. Those with a
-    higher iteration are of another run, and come last. Files that are not named like a run's
+    higher iteration belong to another run, and come last. Files that are not named like a run's
     checkpoints, or hold no iteration, are left out.
     """
     pointed = read_pointer(save_dir)
@@ -134,7 +134,7 @@ def iteration_in_name(name: str) -> int | None:
 def _stored_iteration(path: str) -> int | None:
     """The iteration in a checkpoint, or None; -1 for a broken one, which is tried last.
 
-    The checkpoint is not verified here, but when it is tried.
+    The checkpoint is verified later, when it is tried.
     """
     try:
         state = open_checkpoint(path).read(None, "meta")
@@ -156,8 +156,8 @@ def files_to_delete(
         save_dir: the folder.
         prefix: the prefix of the names.
         max_to_keep: how many to keep, at least 1.
-        newest: the iteration just saved. Checkpoints with a higher one are of another run, and do
-            not count.
+        newest: the iteration just saved. Checkpoints with a higher one belong to another run, and
+            do not count.
     """
     ours = []
     for name in checkpoint_names(save_dir):

@@ -132,9 +132,9 @@ class Store:
         self._write(entries)
 
     def names_to_resume(self, names: Iterable[str]) -> Iterator[str]:
-        """The checkpoints to try, of the folder and of the store, newest first.
+        """The checkpoints to try, in the folder and in the store, newest first.
 
-        One of the store is fetched when its turn comes, after those of the folder that are as new.
+        One in the store is fetched when its turn comes, after those in the folder that are as new.
         Collective: each rank fetches its share.
 
         Args:
@@ -175,7 +175,7 @@ class Store:
                 yield name
         if tried:
             raise CorruptCheckpointError(
-                f"in {self.address} all are broken: {[each['name'] for each in tried]}"
+                f"no checkpoint in {self.address} is intact: {[e['name'] for e in tried]}"
             )
 
     def _fetch(self, saved: Entry, others: list[Entry]) -> None:
@@ -231,7 +231,7 @@ class Store:
             on_main_process(stack.close)  # the rename
 
     def offer(self, name: str, run_files: RunFiles) -> bool:
-        """Start to upload a checkpoint to the store, in a thread.
+        """Start uploading a checkpoint to the store, in a thread.
 
         If the previous upload is still running, or has failed, the log says so. The other ranks
         upload their shares if the main process has started.
@@ -306,7 +306,7 @@ class Store:
         beside = list(map(self._entry, filter(_is_inside, paths)))
         for each in (*beside, newest):
             self._put(each["files"])
-        # Later ones are left over from a past that the run has not continued.
+        # Later ones are left over from a part of the run that was abandoned.
         older = [each for each in self._entries if 0 <= each["iteration"] < iteration]
         is_new = newest not in self._entries  # else only the files beside it may be new
         entries = [*beside, *older[-1:], newest]
@@ -346,7 +346,7 @@ class Store:
         newest = self._newest_pointer()
         if newest[: len(self._claim)] > self._claim:
             raise StoreTakenError(
-                f"another process goes on with the run in {self.address!r}: {newest}. "
+                f"another process has taken over the run in {self.address!r}: {newest}. "
                 "So this one must end"
             )
 

@@ -134,7 +134,7 @@ class Batches(Iterator[Any]):
                     self.loader.batches += 1
                 return batch
         raise ValueError(
-            f"the data loader gives no batch: {self.loader!r}. Either it is empty, perhaps because "
+            f"the data loader has no batch: {self.loader!r}. Either it is empty, perhaps because "
             "of drop_last, or it can be iterated only once"
         )
 
@@ -142,7 +142,7 @@ class Batches(Iterator[Any]):
         """The epoch, and the state of the loader if it has a ``state_dict``.
 
         A loader that is not a :class:`TrainLoader` is started first. Otherwise torchdata's would
-        start itself, in the order of epoch 0 and with workers that signals end.
+        start itself, in the order of epoch 0 and with workers that a signal ends.
         """
         if hasattr(self.loader, "state_dict"):
             if not isinstance(self.loader, TrainLoader):
@@ -202,7 +202,7 @@ def _refuse_loaders(loader: Any) -> None:
     are_loaders = any(isinstance(each, DataLoader | TrainLoader) for each in items)
     if are_loaders or isinstance(loader, Mapping):
         raise TypeError(
-            "give one loader, for example of a ConcatDataset of all data sets, not "
+            "pass one loader, for example of a ConcatDataset of all data sets, not "
             f"several: {loader!r}"
         )
     dataset = getattr(loader, "dataset", None)

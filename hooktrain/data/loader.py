@@ -71,7 +71,7 @@ class TrainLoader:
     the global generators of torch, numpy or Python. So the batches depend neither on the number of
     ranks and workers nor on interruptions, and skipping reads no sample.
 
-    :func:`build_train_loader` makes it. Its data set, sampler, batch size, seed and options cannot
+    :func:`build_train_loader` builds it. Its data set, sampler, batch size, seed and options cannot
     be replaced, since a running iterator would keep the old ones.
 
     Attributes:

@@ -17,7 +17,7 @@ from torch.utils.data import RandomSampler, Sampler
 from hooktrain.utils import comm
 from hooktrain.utils.names import check_count
 
-# How many indices become Python's numbers at a time, which take five times the memory.
+# How many indices are converted at a time to Python's integers, which take five times the memory.
 _CHUNK = 4096
 _64_BITS = 2**64 - 1
 
@@ -29,7 +29,7 @@ def is_undivided(sampler: Any) -> bool:
 
 
 def with_epochs(part: Any) -> list[Any]:
-    """Of a sampler or data set and those that it wraps, the ones with a ``set_epoch``."""
+    """The sampler or data set and those that it wraps, if they have a ``set_epoch``."""
     found = []
     while part is not None:
         if hasattr(part, "set_epoch"):

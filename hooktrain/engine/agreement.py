@@ -1,4 +1,4 @@
-"""How the ranks agree: on a run's settings when it begins, on stops and time at each exchange."""
+"""Lets the ranks agree: on a run's settings when it begins, on stops and time at each exchange."""
 
 import logging
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ class Agreement:
     Each rank proposes numbers by name, and all ranks receive the maxima.
 
     Args:
-        clock: the trainer's clock, which receives the most seconds of any rank.
+        clock: the trainer's clock, which receives the longest time of any rank.
 
     Attributes:
         stop_reason: why the run ends early; None until all ranks know it.

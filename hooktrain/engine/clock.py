@@ -12,19 +12,19 @@ from hooktrain.utils.names import Numbers, State
 class Clock:
     """Counts the seconds that a run spends in its steps, and in named pauses between them.
 
-    They are saved in checkpoints, so a resumed run continues to count.
+    They are saved in checkpoints, so a resumed run continues counting.
 
     Periods are measured in the time of steps alone: otherwise an evaluation that takes longer than
-    its period would be due again at once. Several ranks use the most seconds of any rank, which
+    its period would be due again at once. Several ranks use the longest time of any rank, which
     they exchange with the metrics, so that a period ends after the same iteration on all of them.
 
     Attributes:
         is_shared: whether there are several ranks.
         own: the seconds that this process has spent in its steps.
         pauses: the seconds that it has spent in evaluations, saves and the like, by name.
-        agreed: the most of ``own`` on any rank at the last exchange.
+        agreed: the largest ``own`` of any rank at the last exchange.
         now: the seconds by which the hooks of this iteration measure their periods.
-        before: the same in the iteration before.
+        before: the same in the previous iteration.
         read: returns the time in seconds.
     """
 
@@ -37,7 +37,7 @@ class Clock:
         self._since = 0.0
 
     def begin_step(self) -> None:
-        """Start to count."""
+        """Start counting."""
         self._since = self.read()
 
     def lap(self) -> None:
@@ -52,7 +52,7 @@ class Clock:
         self.now = self.agreed if self.is_shared else self.own
 
     def has_passed(self, seconds: Fraction) -> bool:
-        """Whether a multiple of ``seconds`` has passed since the iteration before."""
+        """Whether a multiple of ``seconds`` has passed since the previous iteration."""
         return self.now // seconds > self.before // seconds
 
     @contextmanager

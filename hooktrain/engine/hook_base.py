@@ -107,7 +107,7 @@ class HookBase:
     def check_state_dict(self, state_dict: State) -> None:
         """Raise a ValueError if ``load_state_dict`` could not load a state; change nothing.
 
-        A resume asks all hooks, on all ranks, before it loads anything.
+        A resume calls it on all hooks, on all ranks, before it loads anything.
         """
 
     def load_state_dict(self, state_dict: State) -> None:

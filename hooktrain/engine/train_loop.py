@@ -133,7 +133,7 @@ class TrainerBase:
     def max_iter(self, max_iter: int) -> None:
         self._refuse_in_run(
             "max_iter",
-            "call request_stop() to end it early, or train(max_iter=...) later to go on",
+            "call request_stop() to end it early, or train(max_iter=...) later to continue",
         )
         self._max_iter = max_iter
 
@@ -150,7 +150,7 @@ class TrainerBase:
 
     @property
     def epoch_length(self) -> int | None:
-        """The iterations per epoch, as they were set or by the length of the loader, or None."""
+        """The iterations per epoch, as set or from the length of the loader, or None."""
         own = -(-self._loader_length // self.batches_per_step)  # rounded up
         return self._epoch_length or own or None
 
@@ -306,13 +306,13 @@ class TrainerBase:
     def after_evaluation(self, results: Results) -> None:
         """Record the results of an evaluation, then call the hooks. A collective.
 
-        ``EvalHook`` calls it, and so should any hook or loop with an evaluation of its own. Every
-        rank takes the results of the main process. They are recorded under their names, or under
+        ``EvalHook`` calls it, and so should any hook or loop with its own evaluation. Every rank
+        takes the results of the main process. They are recorded under their names, or under
         ``"eval/<name>"`` if the training records a metric of that name.
 
         Args:
             results: numbers by name, possibly nested. Other values in it, such as torchmetrics'
-                list of classes, are left out and named in the log.
+                list of classes, are skipped, and named in the log.
         """
         numbers = comm.broadcast(as_numbers(results))
         self.synchronize()  # training metrics come first, and a signal may have arrived
@@ -338,7 +338,7 @@ class TrainerBase:
             except BaseException as error:  # sys.exit() and Ctrl-C too
                 self.succeeded = False  # for the hooks that follow
                 if run.late_error is not None:
-                    logger.exception("A further hook failed in after_train:")
+                    logger.exception("Another hook failed in after_train:")
                 self.raise_later(error)
         if run.late_error is not None:
             self.succeeded = False

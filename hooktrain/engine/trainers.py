@@ -1,4 +1,4 @@
-"""Trainers of a model that returns its losses, or that has a training step of its own."""
+"""Trainers of a model that returns its losses, or that has its own training step."""
 
 import logging
 import time
@@ -67,8 +67,8 @@ class ModelTrainer(TrainerBase):
         updating: the wrapper that is about to update, for hooks in ``after_backward``.
         losses: this rank's losses of the iteration, for hooks in ``after_backward``; empty if the
             step does not know them before the update, as in :class:`StepTrainer`.
-        checkpointer: the Checkpointer that :func:`hooktrain.engine.build_trainer` has made for
-            this trainer; else None.
+        checkpointer: the Checkpointer that :func:`hooktrain.engine.build_trainer` built for this
+            trainer; else None.
 
     Raises:
         TypeError: if ``model`` is not a module, or ``optimizer`` is not an optimizer.
@@ -177,7 +177,7 @@ class ModelTrainer(TrainerBase):
     def _check_mode(self) -> None:
         if self._run.begun is None:
             raise RuntimeError(
-                "no run has begun: call train(), or before_train() first in a loop of your own"
+                "no run has begun: call train() or, in your own loop, before_train() first"
             )
         if not self.model.training:
             raise RuntimeError(
@@ -283,7 +283,8 @@ class ModelTrainer(TrainerBase):
         """Refuse a state that :meth:`load_state_dict` could not load; change nothing.
 
         Raises:
-            ValueError: if it is of a hook that is not registered, or of another optimizer or data.
+            ValueError: if it belongs to a hook that is not registered, or to another optimizer or
+                data.
         """
         super().check_state_dict(state_dict)
         state = _flat(state_dict)
@@ -308,7 +309,9 @@ class ModelTrainer(TrainerBase):
                 optimizer = without_schedules(optimizer)
             self.optim_wrapper.load_state_dict(optimizer)
         else:
-            logger.info("The state has no optimizer's, so the optimizer keeps its own")
+            logger.info(
+                "The checkpoint has no optimizer state, so the optimizer keeps its own"
+            )
 
 
 def _flat(state_dict: State) -> State:
@@ -410,8 +413,8 @@ class SimpleTrainer(ModelTrainer):
             data: the batch as the loader returned it, not yet moved to a device.
 
         Returns:
-            A number of at least 0, or a tensor with one element. It may be 0 if the loss is still
-            finite. If all weights of an iteration are 0, a warning says so, once a run.
+            A number of at least 0, or a tensor with one element. It may be 0 if the loss is finite
+            all the same. If all weights of an iteration are 0, a warning says so, once per run.
         """
         return 1
 

@@ -66,8 +66,8 @@ class OptimWrapper:
         skipped_updates: the number of updates skipped because gradients were not finite.
 
     Raises:
-        TypeError: if ``optimizer`` is not an optimizer, ``accumulative_counts`` a float or
-            ``clip_grad`` not a dict, or for an unknown key.
+        TypeError: if ``optimizer`` is not an optimizer, if ``accumulative_counts`` is a float, or
+            if ``clip_grad`` is not a dict or has an unknown key.
         ValueError: for a count below 1, or for impossible clipping.
     """
 
@@ -304,8 +304,8 @@ class OptimWrapper:
 def weights_over_mean(weights: Iterable[Any]) -> list[float]:
     """The weights of this rank's passes, divided by the mean weight of all passes. A collective.
 
-    The plain mean of losses multiplied by them, over passes and ranks, is the weighted mean. If
-    all weights are 0, so are the results, and a warning says so, once a run.
+    The plain mean of losses multiplied by them, over passes and ranks, is the weighted mean. If all
+    weights are 0, so are the results, and a warning says so, once per run.
 
     Args:
         weights: numbers, or tensors with one element; the same number of them on each rank.

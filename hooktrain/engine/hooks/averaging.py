@@ -70,7 +70,7 @@ class EMA(HookBase):
         self.begin_iter = begin_iter
 
     def before_train(self) -> None:
-        """Refuse another model; start from the model's weights, unless updates were loaded."""
+        """Check the model; start from its weights, unless an updated average was loaded."""
         _refuse_another(self, self._model)
         if not self.average.steps:  # host-device synchronisation, once a run
             self.average.reset(self._model)
@@ -81,7 +81,7 @@ class EMA(HookBase):
         if weight * updates < 0.7:
             logger.warning(
                 "The run ends before the average has forgotten the initial weights: lower the "
-                "decay or begin_iter=%d, or give warmup=True",
+                "decay or begin_iter=%d, or pass warmup=True",
                 self.begin_iter,
             )
 
@@ -150,7 +150,7 @@ class PreciseBN(HookBase):
         self._num_iter = num_iter
 
     def before_train(self) -> None:
-        """Refuse another model, and a loader whose batches training would miss."""
+        """Check the model; refuse a loader whose batches training would then miss."""
         if self._model is None:
             self._model = self.trainer.model
         _refuse_another(self, self._model)

@@ -35,9 +35,9 @@ class PeriodicCheckpointer(HookBase):
     checkpoints are deleted once a newer one is saved and verified, in the background if it is
     saved there.
 
-    A full disk is logged as an error; the older files stay, and the next period tries again. Only
-    the last save of the run raises it. When the last save returns, the checkpoint is on the disk,
-    even if the checkpointer saves in the background.
+    A full disk is logged as an error; the older files are kept, and the next period tries again.
+    Only the last save of the run raises the error. When the last save returns, the checkpoint is on
+    the disk, even if the checkpointer saves in the background.
 
     Gradients are not saved: if a model's own step accumulates over several iterations, make the
     period a multiple of their number.
@@ -123,7 +123,7 @@ class PeriodicCheckpointer(HookBase):
         """
         if self.trainer is None:
             raise RuntimeError(
-                "PeriodicCheckpointer is not registered with a trainer: a loop of your own calls "
+                "PeriodicCheckpointer is not registered with a trainer: in your own loop, call "
                 "checkpointer.save(name, iteration=iteration)"
             )
         if self.period.is_due_or_last(self.trainer):
@@ -186,5 +186,5 @@ class PeriodicCheckpointer(HookBase):
     def _log_disk_full(self, error: OSError) -> None:
         # The error names the path.
         logger.error(
-            "NOT SAVED: %s. Training goes on; the next period tries again", error
+            "NOT SAVED: %s. Training continues; the next period tries again", error
         )

@@ -130,7 +130,7 @@ class EvalHook(HookBase):
                 outcome.set_result(self._evaluate())
             except Exception as error:
                 logger.error(
-                    "The evaluation failed: the run ends after the other hooks of this iteration"
+                    "The evaluation failed: the run ends once the other hooks have run"
                 )
                 outcome.set_exception(error)
                 patience = _PATIENCE_SECONDS
@@ -152,7 +152,7 @@ class EvalHook(HookBase):
         ):
             log_once(
                 logger.warning,
-                "The ranks returned different results, and those of the main process are taken: an "
+                "The ranks returned different results, so those of the main process are used: an "
                 "evaluator must gather from all ranks, for example by comm.all_gather()",
             )
         self._last().update(done=self.trainer.done, results=results)
@@ -280,8 +280,8 @@ def find_average(metric: str, hooks: Iterable[HookBase]) -> EMA | None:
         return averages[0]
     if averages:
         logger.info(
-            "The best model has the raw weights, chosen by %r: name the metric of averaged ones "
-            "ema/...",
+            "The best model has the raw weights, chosen by %r: to save averaged weights, use a "
+            "metric named ema/...",
             metric,
         )
     return None
@@ -436,7 +436,7 @@ class BestCheckpointer(HookBase):
 
     def _log_disk_full(self, error: OSError) -> None:
         logger.error(
-            "NOT SAVED: %s. Training goes on; the next best model is tried again", error
+            "NOT SAVED: %s. Training continues; the next better model is saved", error
         )
         self.best_metric = self.best_iter = None
         self.read_best()

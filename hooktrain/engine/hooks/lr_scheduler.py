@@ -137,7 +137,8 @@ class LRScheduler(HookBase):
         if isinstance(scheduler, ParamScheduler):
             if not self._loaded:
                 _warn_of_new_rates(optimizer)
-            # Made anew in each run, since it covers the whole run, whose length may have changed.
+            # Created anew for each run, since it covers the whole run, whose length may have
+            # changed.
             multiplier = LRMultiplier(
                 optimizer,
                 scheduler,
@@ -195,7 +196,7 @@ class LRScheduler(HookBase):
                 "The rate rises again after T_max=%d steps: by_epoch=True counts epochs",
                 period_of_cosine,
             )
-        # A resumed run goes on with the steps of the earlier one.
+        # A resumed run continues the steps of the earlier one.
         end = self.trainer.max_iter // period
         for name in ("total_steps", "T_max", "total_iters"):
             length = getattr(scheduler, name, 0)
@@ -369,7 +370,7 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
 
 
 def _warn_of_new_rates(optimizer: Optimizer) -> None:
-    """Warn about rates that were set after the last run, which a multiplier ignores."""
+    """Warn about rates that were set after the last run, and that a multiplier ignores."""
     left = scheduled.get(optimizer, [])
     rates = rates_of(optimizer)[: len(left)]
     if rates != left:

@@ -17,7 +17,7 @@ class SkipNonFinite(HookBase):
     """Skips an update whose gradients are infinite or NaN, up to ``max_skips`` times in a row.
 
     Without this hook a loss that is not finite ends the run with a FloatingPointError. With it,
-    parameters and optimizer state stay unchanged, schedules go on, and the loss is logged as it
+    parameters and optimizer state stay unchanged, schedules continue, and the loss is logged as it
     is. The optimizer's wrapper counts ``skipped_updates``. All ranks skip the same updates, since
     they exchange gradients, or one number if the model is sharded.
 
