@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.engine.hook_base import EVENTS
+from hooktrain.events import EventStorage
+from hooktrain.events.history import OF_THE_MACHINE
 from hooktrain.model.batch_norm import get_bn_modules
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
@@ -215,6 +217,33 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
             "Buffers differ between the ranks, but all ranks would resume with those of the main "
             "process: %s",
             str(different[:5]),
+        )
+
+
+def log_metrics_that_differ(storage: EventStorage) -> None:
+    """Log which metrics the ranks have recorded with different values. A collective.
+
+    Only the main process's are written. Measurements of the machine may differ.
+
+    Args:
+        storage: the metrics of a run, in which some values may be waiting on a device.
+    """
+    own = {
+        name: repr(history.tail(1))
+        for name, history in storage.histories().items()
+        if history.reproducible and not OF_THE_MACHINE.search(name)
+    }
+    of_ranks = comm.all_gather(own)
+    different = [
+        name
+        for name, value in own.items()
+        if any(of_rank.get(name, value) != value for of_rank in of_ranks)
+    ]
+    if different:
+        logger.info(
+            "The ranks have recorded different values of %s, and the main process's are written. "
+            "If compute_loss returns such values beside the losses, their means are",
+            different[:10],
         )
 
 

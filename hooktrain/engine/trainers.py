@@ -16,6 +16,7 @@ from hooktrain.engine.hook_list import hook_states
 from hooktrain.engine.losses import NONFINITE_HINT
 from hooktrain.engine.preflight import (
     check_parts,
+    log_metrics_that_differ,
     log_modes,
     log_units,
     set_modes,
@@ -171,6 +172,7 @@ class ModelTrainer(TrainerBase):
             warn_of_unused_gradients(self)
             warn_of_idle(self.model, self.optim_wrapper, run.versions)
             warn_of_differences(self.model, run.trainable is None)
+            log_metrics_that_differ(self.storage)
             warn_of_equal_batches(self._data_loader_iter)
             run.versions = {}
 

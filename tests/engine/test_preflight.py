@@ -489,6 +489,44 @@ def test_ranks_that_differ_later_are_told_once_before_a_save(tmp_path: Path) -> 
         assert [text.endswith("['queue']") for text in buffers] == [True]
 
 
+class RecordsItself(SimpleTrainer):
+    """Records values of all kinds; some of them differ between the ranks."""
+
+    def compute_loss(self, data: Any) -> Any:
+        rank = comm.get_rank()
+        self.storage.put_scalar("accuracy", torch.tensor(0.5 + rank))
+        self.storage.put_scalar("step_seconds", rank)
+        self.storage.put_scalar("speed_of_rank", rank)
+        self.storage.put_scalar("free", rank, reproducible=False)
+        self.storage.put_scalar("alike", self.iter)
+        self.storage.put_scalar("nan", math.nan)
+        if rank == 0:
+            self.storage.put_scalar("of_main", 7)
+        return {"loss": self.model(data), "size": torch.tensor(float(rank))}
+
+
+def lines_about_metrics() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hooktrain")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model = create_ddp_model(LinearLoss())
+    trainer = RecordsItself(model, batches(2), sgd(model))
+    trainer.sync_period = 2
+    trainer.train(max_iter=6)
+    return [text for text in told if "different values" in text]
+
+
+def test_metrics_whose_values_differ_between_the_ranks_are_named_once() -> None:
+    assert run_ranks(lines_about_metrics, 1) == [[]]
+    for told in run_ranks(lines_about_metrics, 2):
+        (text,) = told
+        assert "['accuracy']" in text
+        assert "compute_loss returns" in text
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_log_says_what_an_iteration_and_an_epoch_are(
     count: int, caplog: pytest.LogCaptureFixture
