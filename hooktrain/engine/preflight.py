@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -202,7 +203,7 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
         for name, buffer in bare.named_buffers():
             if name in saved and not name.endswith(_STATISTICS):
                 checksums[name] = checksum(buffer)
-    norms, buffers = zip(*comm.all_gather((norm, checksums)), strict=True)
+    norms = comm.all_gather(norm)
     if min(norms) < 0.999999 * max(norms):
         log_once(
             logger.warning,
@@ -210,13 +211,13 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
             "create_ddp_model(model), and call this, self.model, not the module inside it. A hook "
             "that changes weights must do so on every rank",
         )
-    different = [name for name in checksums if len({of[name] for of in buffers}) > 1]
+    different = _names_that_differ(checksums)
     if different:
         log_once(
             logger.warning,
             "Buffers differ between the ranks, but all ranks would resume with those of the main "
             "process: %s",
-            str(different[:5]),
+            str(different),
         )
 
 
@@ -228,23 +229,28 @@ def log_metrics_that_differ(storage: EventStorage) -> None:
     Args:
         storage: the metrics of a run, in which some values may be waiting on a device.
     """
-    own = {
+    values = {
         name: repr(history.tail(1))
         for name, history in storage.histories().items()
         if history.reproducible and not OF_THE_MACHINE.search(name)
     }
-    of_ranks = comm.all_gather(own)
-    different = [
-        name
-        for name, value in own.items()
-        if any(of_rank.get(name, value) != value for of_rank in of_ranks)
-    ]
+    different = _names_that_differ(values)
     if different:
         logger.info(
             "The ranks have recorded different values of %s, and the main process's are written. "
             "If compute_loss returns such values beside the losses, their means are",
-            different[:10],
+            different,
         )
+
+
+def _names_that_differ(own: Mapping[str, Any]) -> list[str]:
+    """The names of up to five values of this rank that are others on another rank. A collective."""
+    of_ranks = comm.all_gather(own)
+    return [
+        name
+        for name, value in own.items()
+        if any(other.get(name, value) != value for other in of_ranks)
+    ][:5]
 
 
 def without_masks(model: nn.Module, broken: set[str]) -> set[str]:
