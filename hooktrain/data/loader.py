@@ -43,15 +43,7 @@ _DECIDED = (
 )
 
 # torch's DataLoader refuses changes of such attributes too.
-_FIXED = (
-    "dataset",
-    "sampler",
-    "total_batch_size",
-    "seed",
-    "options",
-    "batch_size",
-    "batch_sampler",
-)
+_FIXED = ("dataset", "sampler", "total_batch_size", "options", "batch_size")
 
 # Their samples draw no random numbers; those of a subclass may.
 _PLAIN = (list, range, Tensor, np.ndarray, TensorDataset)
@@ -71,8 +63,8 @@ class TrainLoader:
     the global generators of torch, numpy or Python. So the batches depend neither on the number of
     ranks and workers nor on interruptions, and skipping reads no sample.
 
-    :func:`build_train_loader` builds it. Its data set, sampler, batch size, seed and options cannot
-    be replaced, since a running iterator would keep the old ones.
+    :func:`build_train_loader` builds it. Its data set, sampler, batch size and options cannot be
+    replaced, since a running iterator would keep the old ones.
 
     Attributes:
         dataset: the data set.
@@ -196,10 +188,9 @@ class TrainLoader:
             ValueError: see :meth:`check_state_dict`.
         """
         self.check_state_dict(state_dict)
-        seed = state_dict["seed"]  # the same, if it was given
-        super().__setattr__("seed", seed)
+        self.seed = state_dict["seed"]  # the same, if it was given
         if isinstance(self.sampler, StreamSampler):
-            self.sampler.seed = seed
+            self.sampler.seed = self.seed
         self.batches = state_dict["batches"]
 
     def _identity(self) -> State:
