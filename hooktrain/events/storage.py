@@ -124,7 +124,8 @@ class EventStorage:
                 before and after a resume are not compared. The first call for a metric decides.
 
         Raises:
-            TypeError: if ``value`` is not one real number.
+            TypeError: if ``value`` is not one real number, or ``smoothing_hint`` no bool when the
+                metric begins.
             ValueError: if the name is ``"iteration"``.
         """
         if type(value) is not float:
@@ -132,8 +133,13 @@ class EventStorage:
         name = self._current_prefix + name
         history = self._histories.get(name)
         if history is None or history.result:
+            if not isinstance(smoothing_hint, bool):
+                raise TypeError(
+                    f"smoothing_hint (the third argument) of metric {name!r} must be a bool, not "
+                    f"{smoothing_hint!r}: a value has no weight or count of samples"
+                )
             history = self._new_history(name)
-            history.smoothing_hint = bool(smoothing_hint)
+            history.smoothing_hint = smoothing_hint
             history.reproducible = reproducible
         # Numbers wait too, since adding many at once is faster.
         if cur_iter is None:

@@ -112,6 +112,19 @@ def test_what_is_not_one_real_number_is_refused_by_name(value: Any) -> None:
     assert storage.histories() == {}
 
 
+@pytest.mark.parametrize("third", [32, 1, 0.5, None])
+def test_a_number_of_samples_is_no_smoothing_hint(third: Any) -> None:
+    storage = EventStorage()
+    message = f"third argument.*'acc'.*not {third!r}.*no weight"
+    with pytest.raises(TypeError, match=message):
+        storage.put_scalar("acc", 0.5, third)
+    with pytest.raises(TypeError, match=message):
+        storage.put_scalars(acc=0.5, smoothing_hint=third)
+    assert storage.latest() == {}
+    storage.put_scalar("acc", 0.5, False)
+    assert storage.smoothing_hints() == {"acc": False}
+
+
 def test_the_first_smoothing_hint_of_a_metric_stays() -> None:
     storage = EventStorage()
     storage.put_scalar("lr", 0.5, smoothing_hint=False)
