@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import isclose
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from hooktrain.utils.file_io import (
     unlock_folder,
 )
 from hooktrain.utils.names import State, as_list, did_you_mean, states_of
-from hooktrain.utils.tensors import full_tensors
+from hooktrain.utils.tensors import full_tensors, weight_norm
 
 # A launcher ends the other ranks 10 s after one has failed.
 _GIVE_UP_SECONDS = 5.0
@@ -102,6 +103,7 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
+        self._resumed_norm: float | None = None
         self.run_files: RunFiles = tuple
         self._store = Store(store, self.save_dir) if store and self.save_dir else None
         self._worker = BackgroundWorker("checkpoint")
@@ -131,7 +133,9 @@ class Checkpointer:
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Create and lock the folder, and check that the states can be saved.
+        """Create and lock the folder, check that the states can be saved, and warn of lost weights.
+
+        The weights of a resumed run are lost if others were loaded afterwards.
 
         :class:`hooktrain.engine.hooks.PeriodicCheckpointer` calls it before the first step.
 
@@ -145,6 +149,14 @@ class Checkpointer:
             OSError: if the folder cannot be created, or the store fails.
         """
         self.check_states()
+        norm, self._resumed_norm = self._resumed_norm, None
+        if norm is not None and not isclose(
+            norm, weight_norm(self.model), rel_tol=1e-5
+        ):
+            self.logger.warning(
+                "The weights have changed since the run was resumed: initialise the model, or load "
+                "pretrained weights, before resume_or_load()"
+            )
         if not (self.save_to_disk and self.save_dir):
             return
         os.makedirs(self.save_dir, exist_ok=True)
@@ -425,7 +437,9 @@ class Checkpointer:
             )
         if checkpointables is None:
             checkpointables = self.checkpointables
-        return self._restore(*found, checkpointables, strict)
+        others = self._restore(*found, checkpointables, strict)
+        self._resumed_norm = weight_norm(self.model)
+        return others
 
     def _restore(
         self, path: str, state: State, names: Names, strict: bool = False

@@ -83,6 +83,12 @@ def checksum(tensor: Tensor) -> int:
     return crc32(numbers)
 
 
+def weight_norm(model: nn.Module) -> float:
+    """The norm of a model's trainable weights; of this rank's shards if they are sharded."""
+    trained = [local_tensor(p) for p in model.parameters() if p.requires_grad]
+    return float(nn.utils.get_total_norm(trained))  # host-device synchronisation
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor as a whole, on every rank; other tensors unchanged. Collective."""
     if not is_sharded(tensor):

@@ -447,6 +447,81 @@ def test_a_resume_without_frozen_parameters_refuses_what_else_is_missing(
         Checkpointer(Adapted(), tmp_path).resume_or_load()
 
 
+def swapped(model: nn.Module) -> None:
+    """Average the weights, and look at the average."""
+    ema = EMA(model, 0.5)
+    nn.init.ones_(next(ema.average.parameters()))
+    with ema.swap():
+        assert model.state_dict()
+
+
+def warnings_of_resumed(
+    kind: type[BaseStrategy], folder: Path, change: Callable[[nn.Module], object]
+) -> list[list[str]]:
+    """The warnings of a new run and of two resumed ones whose models were changed at last."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hooktrain").addHandler(handler)
+    of_runs = []
+    for end in (2, 4, 6):
+        told.clear()
+        model = kind(device="cpu", seed=0).prepare(lambda: nn.Sequential(Adapted()))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        trainer = SimpleTrainer(model, build_train_loader(DATA, **LOADING), optimizer)
+        saver = Checkpointer(model, folder, trainer=trainer)
+        trainer.register_hooks([Saving(saver, 2)])
+        saver.resume_or_load()
+        change(unwrap_model(model))
+        trainer.train(max_iter=end - 1)
+        trainer.train(max_iter=end)
+        of_runs.append([text for text in told if "weights have changed" in text])
+    logging.getLogger("hooktrain").removeHandler(handler)
+    return of_runs
+
+
+def initialised(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+
+
+def pretrained(model: nn.Module) -> None:
+    model.load_state_dict(nn.Sequential(Adapted()).state_dict())
+
+
+@pytest.mark.parametrize("change", [initialised, pretrained])
+def test_weights_that_are_replaced_after_a_resume_are_told_once(
+    change: Callable[[nn.Module], object], tmp_path: Path
+) -> None:
+    new, *resumed = warnings_of_resumed(SingleDeviceStrategy, tmp_path, change)
+    assert new == []
+    for told in resumed:
+        (text,) = told
+        assert "before resume_or_load()" in text
+
+
+def moved(model: nn.Module) -> None:
+    model.double().float()
+
+
+@pytest.mark.parametrize("change", [swapped, moved])
+def test_the_same_weights_after_a_resume_are_not_told(
+    change: Callable[[nn.Module], object], tmp_path: Path
+) -> None:
+    told = warnings_of_resumed(SingleDeviceStrategy, tmp_path, change)
+    assert told == [[], [], []]
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
+def test_weights_of_ranks_that_are_replaced_after_a_resume_are_told(
+    kind: type[BaseStrategy], tmp_path: Path
+) -> None:
+    for change, counts in ((id, [0, 0, 0]), (initialised, [0, 1, 1])):
+        folder = tmp_path / change.__name__
+        for told in run_ranks(warnings_of_resumed, 2, kind, folder, change):
+            assert list(map(len, told)) == counts
+
+
 def test_a_checkpoint_of_a_part_of_the_model_resumes_that_part(tmp_path: Path) -> None:
     model = Adapted()
     Checkpointer(model.adapter, tmp_path).save("adapter", iteration=3)
