@@ -22,8 +22,8 @@ from hooktrain.strategy.ddp import refuse_unexchanged
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.logger import log_once
-from hooktrain.utils.names import names_used
-from hooktrain.utils.tensors import checksum, compute_device
+from hooktrain.utils.names import is_loss, names_used
+from hooktrain.utils.tensors import checksum, compute_device, weight_norm
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,11 @@ def warn_of_lost_calls(trainer: Any) -> None:
         logger.warning(
             "run_step does not call self.after_backward(), which %s may need", waiting
         )
+    if not any(map(is_loss, trainer.storage.histories())):
+        logger.info(
+            "run_step records no loss, so no row has one, and NaN does not end the run: call "
+            "self.record_losses({'loss': loss}) before the update"
+        )
     used = set(names_used(trainer.run_step))
     if "zero_grad" not in used and _adds_up(trainer.model, trainer):
         logger.warning(
@@ -191,10 +196,8 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
     """
     if comm.get_world_size() == 1:
         return
-    norm = 0.0
-    if not is_sharded:
-        # Host-device synchronisation, as for the checksums.
-        norm = float(nn.utils.get_total_norm(trainable(model).values()))
+    # Host-device synchronisation, as for the checksums.
+    norm = 0.0 if is_sharded else weight_norm(model)
     checksums = {}
     # DistributedDataParallel may send the first rank's buffers before each forward pass.
     if not getattr(model, "broadcast_buffers", False):
