@@ -108,7 +108,7 @@ class Traffic(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         if func.namespace == "c10d" or "group_name" in names:
             self.count += 1
-            # The input has an argument of its own, or is changed in place.
+            # The input is a separate argument, or is changed in place.
             given = [i for i, name in enumerate(names) if name.startswith("input")]
             leaves = tree_leaves(args[given[0] if given else 0])
             self.bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))

@@ -235,12 +235,12 @@ def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
     if Path.cwd().is_relative_to(path):
         raise ValueError(
             f"a new run would rename the current folder {str(path)!r}, which has "
-            "checkpoints: give another output folder, or resume"
+            "checkpoints: use another output folder, or resume"
         )
     if Path(initial).expanduser().resolve().is_relative_to(path):
         raise ValueError(
             f"train.init_checkpoint={initial!r} lies in train.output_dir, which a new run would "
-            "rename, since it has checkpoints: give another output folder"
+            "rename, since it has checkpoints: use another output folder"
         )
     lock_folder(path)
     aside = first_free(path)

@@ -123,7 +123,7 @@ class Store:
         entries = self.look()
         if is_new and entries:
             raise ValueError(
-                f"the store {self.address!r} already has a run: resume it, or give "
+                f"the store {self.address!r} already has a run: resume it, or use "
                 "another address"
             )
         number = int(self._newest_pointer()[8:16] or 0) + 1

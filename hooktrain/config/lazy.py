@@ -44,7 +44,7 @@ class LazyCall:
         instantiate(layer)  # torch.nn.Linear(8, out_features=2)
 
     Args:
-        target: a callable, its dotted name, or a config that gives a callable.
+        target: a callable, its dotted name, or a config of one.
     """
 
     def __init__(self, target: Any) -> None:

@@ -118,7 +118,7 @@ def _check_text(node: Any, key: Any, override: str) -> None:
         old = node[key]
     if isinstance(old, int | float | list | tuple | dict):
         raise ValueError(
-            f"the override {override!r} replaces {old!r:.60} by a string: give a value of the "
+            f"the override {override!r} replaces {old!r:.60} by a string: use a value of the "
             "same kind, or a period such as '1 epoch', or put quotes around the string. To change "
             "the class of a call, override its _target_: optimizer._target_=torch.optim.Adam"
         )

@@ -33,7 +33,7 @@ SAME_BATCHES = (
     "among them by comm.data_parallel_rank() and torch.utils.data.get_worker_info()"
 )
 OTHER_STREAMS = (
-    "The ranks divide different streams, so samples are read twice or never: give "
+    "The ranks divide different streams, so samples are read twice or never: pass "
     "build_train_loader() the same data set, seed and total_batch_size on all ranks, not %s and %s"
 )
 EQUAL_RANKS = (
@@ -45,7 +45,7 @@ EQUAL_WORKERS = (
     "np.random, torch or random, which each worker seeds"
 )
 NO_EPOCHS = (
-    "%s.set_epoch() is not called, since the stream of build_train_loader() never ends: give the "
+    "%s.set_epoch() is not called, since the stream of build_train_loader() never ends: pass the "
     "trainer a DataLoader, or let a sample depend only on its index and on random numbers"
 )
 ONE_POSITION = (

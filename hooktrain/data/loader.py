@@ -68,7 +68,7 @@ class TrainLoader:
 
     Attributes:
         dataset: the data set.
-        sampler: the sampler, which gives the indices.
+        sampler: the sampler, which yields the indices.
         total_batch_size: the number of samples in a batch of all ranks together.
         seed: the seed of the stream, and of the sampler if it is a StreamSampler.
         adopt_seed: whether the seed was drawn, so that the seed of a loaded state replaces it.
@@ -290,7 +290,7 @@ def build_train_loader(
         total_batch_size: the number of samples in a batch of all ranks together, a multiple of the
             number of ranks.
         mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
-        sampler: gives the indices, and determines the length of an epoch. None shuffles with
+        sampler: yields the indices, and determines the length of an epoch. None shuffles with
             ``seed``. torch's samplers for a single process, such as ``WeightedRandomSampler``, are
             divided among the ranks. Any other sampler that is not a StreamSampler must itself
             divide the data, as ``DistributedSampler`` does. Indices are taken a thousand at a time.
@@ -322,7 +322,7 @@ def build_train_loader(
     size = len(dataset)  # type: ignore[arg-type]
     if isinstance(sampler, BatchSampler) or "batch_sampler" in options:
         raise TypeError(
-            "sampler must give single indices, of which total_batch_size make a batch, not "
+            "sampler must yield single indices, of which total_batch_size make a batch, not "
             f"{options.get('batch_sampler', sampler)!r}"
         )
     if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) != size:
@@ -338,7 +338,7 @@ def build_train_loader(
     if isinstance(sampler, StreamSampler):
         if seed not in (None, sampler.seed):
             raise ValueError(
-                f"{seed=} is not the sampler's, {sampler.seed}: give the seed to the sampler, and "
+                f"{seed=} is not the sampler's, {sampler.seed}: pass the seed to the sampler, and "
                 "none here"
             )
         seed, adopt_seed = sampler.seed, sampler.adopt_seed
@@ -354,13 +354,13 @@ def build_test_loader(
     sampler: Sampler[int] | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A loader that gives each sample once, with the samples divided among the ranks.
+    """A loader that yields each sample once, with the samples divided among the ranks.
 
     Args:
         dataset: a data set with ``__len__`` and ``__getitem__``, or an ``IterableDataset``, which
             must itself give each rank its part.
         mapper: a function that is applied to each sample; see :class:`hooktrain.data.MapDataset`.
-        sampler: gives this rank's indices. None takes :class:`hooktrain.data.InferenceSampler`.
+        sampler: yields this rank's indices. None takes :class:`hooktrain.data.InferenceSampler`.
         options: options of torch's ``DataLoader``, such as ``batch_size``, ``num_workers`` and
             ``collate_fn``.
     """

@@ -23,7 +23,7 @@ _64_BITS = 2**64 - 1
 
 
 def is_undivided(sampler: Any) -> bool:
-    """Whether a sampler gives all indices on each rank, as torch's single-process samplers do."""
+    """Whether a sampler yields all indices on each rank, as torch's single-process samplers do."""
     order = getattr(type(sampler), "__iter__", None)
     return getattr(order, "__module__", "") == RandomSampler.__module__
 
@@ -41,7 +41,7 @@ def with_epochs(part: Any) -> list[Any]:
 class StreamSampler(Sampler[int]):
     """The base class of training samplers: an endless stream of indices, made of epochs.
 
-    Iterating gives this rank's share from the start of the stream: with N ranks, every N-th index.
+    Iterating yields this rank's share from the start of the stream: with N ranks, every N-th index.
     A subclass defines :meth:`epoch_indices`, the order of each epoch.
 
     Args:

@@ -251,7 +251,7 @@ def evaluate(cfg: Any, model: nn.Module, *, step: str = "test_step") -> Results:
     Args:
         cfg: the configuration.
         model: the model.
-        step: the method to call of a model with steps of its own.
+        step: the method to call of a model that has its own steps.
 
     Returns:
         The results; an empty dict without test data or an evaluator.

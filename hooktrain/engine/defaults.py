@@ -42,7 +42,7 @@ _EXAMPLES = """examples:
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
-    """Make a parser for the arguments that training scripts share.
+    """Build a parser for the arguments that training scripts share.
 
     Args:
         epilog: the text after the help; None shows examples.
@@ -101,9 +101,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     Args:
         cfg: a configuration, whose ``train`` may have ``output_dir``, ``seed``, ``run_id``,
             ``store``, ``init_checkpoint`` and ``cudnn_benchmark``. A seed that is None or
-            negative is drawn and stored back; a resumed run takes it from the configuration
-            in the folder. Each rank is seeded with the seed plus its rank. A ``run_id`` of None
-            is drawn and kept in the same way.
+            negative is drawn and stored back; a resumed run takes it from the configuration in the
+            folder. Each rank is seeded with the seed plus its rank. A ``run_id`` of None is drawn
+            and kept in the same way.
         args: the command-line arguments, which may have ``resume``, ``log_level`` and
             ``eval_only``. With ``eval_only`` only the log (if the folder is writable) and fetched
             checkpoints are written, and another run may be using the folder.
@@ -198,10 +198,10 @@ def _drawn(train: Any, earlier: str) -> tuple[Any, Any]:
 
 
 def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventWriter]:
-    """Make writers to the console, to ``metrics.json`` and to TensorBoard.
+    """Build writers to the console, to ``metrics.json`` and to TensorBoard.
 
-    The writer to TensorBoard needs the package ``tensorboard``. If logging is not set up yet, it is
-    set up here, for the terminal and ``log.txt``; see :func:`hooktrain.utils.logger.setup_logger`.
+    The writer to TensorBoard needs the package ``tensorboard``. If logging is not set up yet, this
+    sets it up for the terminal and ``log.txt``; see :func:`hooktrain.utils.logger.setup_logger`.
 
     Args:
         output_dir: the folder to write to; the first write creates it.
@@ -211,7 +211,7 @@ def default_writers(output_dir: str, max_iter: int | None = None) -> list[EventW
         ValueError: if ``output_dir`` is empty, or an address such as ``s3://...``.
     """
     if not output_dir:
-        raise ValueError("output_dir is '': give a folder, such as './output'")
+        raise ValueError("output_dir is '': pass a folder, such as './output'")
     output_dir = on_disk(output_dir)
     if not logger.hasHandlers():
         setup_logger(output_dir)
@@ -235,7 +235,7 @@ def default_hooks(
     writers: Sequence[EventWriter] | None = None,
     log_period: PeriodLike = 20,
 ) -> list[hooks.HookBase]:
-    """Make the usual hooks: time, schedule, evaluate, write, save, and sum up.
+    """Build the usual hooks: time, schedule, evaluate, write, save, and summarise.
 
     Their phases place them around your own hooks; see :class:`hooktrain.engine.HookBase`.
 
@@ -251,8 +251,8 @@ def default_hooks(
         best_metric: the metric that chooses ``model_best.pth``; None keeps no best model. A name
             that begins with ``"ema/"`` is about the averaged weights of the hook ``EMA``.
         best_mode: ``"max"`` or ``"min"``; see :class:`hooktrain.engine.hooks.BestCheckpointer`.
-        writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`. None makes those of
-            :func:`default_writers`, to the folder of the Checkpointer, if it has one.
+        writers: see :class:`hooktrain.engine.hooks.PeriodicWriter`. None uses
+            :func:`default_writers`, with the folder of the Checkpointer, if it has one.
         log_period: the period of the writers.
 
     Raises:

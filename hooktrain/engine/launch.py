@@ -46,7 +46,7 @@ def launch(
     """Run ``main_func(*args)`` in every process of a distributed run.
 
     - In an existing process group, as under Ray or in a notebook, it calls the function. The code
-      that created the group must choose the device, and leave the group.
+      that created the group must choose the device, and destroy the group.
     - Under torchrun, srun, mpirun or submitit, which have already started the processes, this
       one joins the others, and the numbers given here are ignored; see
       :func:`hooktrain.strategy.environment.get_rank_info`.
@@ -58,8 +58,8 @@ def launch(
     rank (``comm.get_local_rank()``). When a rank fails, the others fail too, and report the error
     of the first.
 
-    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the started processes. If
-    their parent is killed, they are killed too (Linux).
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the started processes. If their
+    parent is killed, they are killed too (Linux).
 
     Args:
         main_func: the function; to start processes it must be importable by name.
@@ -139,7 +139,7 @@ def _run_processes(
 
 @contextmanager
 def _passing_on_signals() -> Iterator[list[int]]:
-    """Pass signals on to the started processes; yield the list of those that came."""
+    """Forward signals to the started processes; yield the list of those received."""
     signals: list[int] = []
 
     def pass_on(signum: int, _frame: object) -> None:
@@ -165,7 +165,7 @@ def _child(index: int, ranks: range, variables: dict[str, str], work: Any) -> No
     replace_handlers(ENDING, signal.SIG_DFL)
     if not multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
         os._exit(1)  # it died before this process could ask to be killed with it
-    # Outside the terminal's process group, so Ctrl-C reaches only the parent, which passes it on.
+    # Outside the terminal's process group, so Ctrl-C reaches only the parent, which forwards it.
     os.setpgrp()
     os.environ.update(variables, RANK=str(ranks[index]), LOCAL_RANK=str(index))
     if "OMP_NUM_THREADS" not in os.environ:

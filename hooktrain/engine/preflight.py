@@ -85,7 +85,7 @@ def log_modes(model: nn.Module) -> None:
     norms = get_bn_modules(model)
     if any(norm.affine and not norm.weight.requires_grad for norm in norms):
         logger.info(
-            "A frozen BatchNorm still updates its statistics: its eval() ends that"
+            "A frozen BatchNorm still updates its statistics: its eval() stops that"
         )
 
 
@@ -210,9 +210,9 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
     if min(norms) < 0.999999 * max(norms):
         log_once(
             logger.warning,
-            "The ranks have different weights. To exchange gradients, give the trainer "
-            "create_ddp_model(model), and call this, self.model, not the module inside it. A hook "
-            "that changes weights must do so on every rank",
+            "The ranks have different weights. To exchange gradients, pass the trainer "
+            "create_ddp_model(model), and call self.model, not the module inside it. A hook that "
+            "changes weights must do so on every rank",
         )
     different = _names_that_differ(checksums)
     if different:

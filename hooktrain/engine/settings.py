@@ -68,7 +68,7 @@ def train_settings() -> dict[str, Any]:
 def check_settings(cfg: Mapping[str, Any]) -> None:
     """Reject unknown keys.
 
-    A configuration and its ``dataloader`` may have values of their own, to which others refer, and
+    A configuration and its ``dataloader`` may have additional values, to which others refer, and
     ``train.ddp`` takes further options of DistributedDataParallel. There an unknown key is an error
     only if it resembles a known one. Otherwise it is logged, as a warning if it is a ``LazyCall``,
     which will not be instantiated.

@@ -1,4 +1,4 @@
-"""Runs a model over a data set and gives its outputs to evaluators."""
+"""Runs a model over a data set and passes its outputs to evaluators."""
 
 import inspect
 import logging
@@ -38,7 +38,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 _END = object()
 _NO_MEAN = (
     "%s of a batch is not the mean over its samples, so the result depends on the size of the "
-    "batches: MetricEvaluator(..., whole=True) calls it once for all"
+    "batches: MetricEvaluator(..., whole=True) calls it once for all batches"
 )
 # The code objects of metric functions that were checked.
 _seen: set[Any] = set()
@@ -295,7 +295,7 @@ class DatasetEvaluators(DatasetEvaluator):
             evaluator.reset()
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Give the batch to each evaluator."""
+        """Pass the batch to each evaluator."""
         for evaluator in self._evaluators:
             evaluator.process(inputs, outputs)
 
@@ -337,7 +337,7 @@ def inference_on_dataset(
     the model's ``forward`` are passed as keyword arguments.
 
     A module is put into evaluation mode. Afterwards, even after an error, each of its submodules is
-    in its former mode again. The progress is logged, at most every five seconds.
+    back in its previous mode. The progress is logged, at most every five seconds.
 
     Each rank calls this with its own share of the data, which may be empty. The ranks of a sharded
     model compute together, so a rank with fewer batches calls the model with stand-ins, which the
@@ -418,13 +418,13 @@ def inference_on_dataset(
                 evaluator.process(inputs, outputs)
         if module.training:
             logger.warning(
-                "Evaluated in training mode: something has called model.train() meanwhile"
+                "Evaluated in training mode: model.train() was called during the evaluation"
             )
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 
 def _warn_of_samples(loader: Any) -> None:
-    """Warn of a loader that drops samples, or repeats some to give each rank as many."""
+    """Warn about a loader that drops samples, or repeats some so that all ranks have equally many."""
     if not isinstance(loader, DataLoader):
         return
     size = length_hint(loader.dataset)
@@ -434,8 +434,8 @@ def _warn_of_samples(loader: Any) -> None:
     if given != size:
         log_once(
             logger.warning,
-            f"The loader gives not each of its {size} samples once: build_test_loader() does, "
-            "without drop_last",
+            f"The loader does not yield each of its {size} samples once, as build_test_loader() "
+            "does without drop_last",
         )
 
 
@@ -456,17 +456,17 @@ def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any,
         now = time.perf_counter()
         if now - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = now
-            _tell(done, now - start)
+            _log_progress(done, now - start)
     if done == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader has no batch to evaluate: {data_loader!r}")
     device = compute_device(module)
     if device.type != "cpu":
         # A host-device synchronisation.
         torch.accelerator.synchronize(device)
-    _tell(done, time.perf_counter() - start)
+    _log_progress(done, time.perf_counter() - start)
 
 
-def _tell(done: int, seconds: float) -> None:
+def _log_progress(done: int, seconds: float) -> None:
     logger.info(
         "Evaluated %d %s in %s (%.4f s each)",
         done,

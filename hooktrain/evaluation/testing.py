@@ -1,4 +1,4 @@
-"""Shows the results of an evaluation and compares them with expected ones."""
+"""Logs the results of an evaluation, and compares them with expected ones."""
 
 import logging
 import math
@@ -108,7 +108,7 @@ def as_numbers(results: Mapping[str, Any]) -> Numbers:
     if left_out:
         log_once(
             logger.warning,
-            f"Results that are not a number are left out: {left_out}. Of several numbers return "
-            "the mean, or each under a name (torchmetrics' ClasswiseWrapper)",
+            f"Results that are not a number are skipped: {left_out}. For several numbers return "
+            "the mean, or each under its own name (torchmetrics' ClasswiseWrapper)",
         )
     return numbers

@@ -299,7 +299,7 @@ class EventStorage:
         if self._writers.setdefault(name, writer) is not writer:
             raise ValueError(
                 f"two writers are named {name!r}: are hooks registered twice? If both are wanted, "
-                "give one another name, by its attribute 'name'"
+                "set the attribute 'name' of one of them"
             )
 
     def step(self) -> None:

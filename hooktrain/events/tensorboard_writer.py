@@ -34,7 +34,7 @@ class TensorboardXWriter(ScalarWriter):
     may_fail = True
 
     def __init__(self, log_dir: AnyPath, window_size: int = 20, **kwargs: Any) -> None:
-        # Only the main process needs torch's part, which takes a second to import.
+        # Only the main process needs torch's SummaryWriter, which takes a second to import.
         importlib.import_module("tensorboard")
         super().__init__("tensorboard", window_size)
         self._log_dir = log_dir

@@ -71,7 +71,7 @@ def update_bn_stats(
             hook.remove()
     if comm.any_rank(seen < num_iters):
         raise ValueError(
-            f"data_loader is too short on some rank: here it has {seen} of {num_iters=} batches"
+            f"data_loader is too short on some rank: on this one it has {seen} of {num_iters=}"
         )
     for layer, own in sums.items():
         count, total, square = comm.all_reduce(own)

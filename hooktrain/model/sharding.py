@@ -161,7 +161,7 @@ def select_modules(model: nn.Module, rule: WrapRule) -> list[nn.Module]:
 def _selects(rule: WrapRule, name: str, module: nn.Module) -> bool:
     if callable(rule):
         return rule(name, module)
-    # The base classes count too, since fully_shard gives a module a class of its own.
+    # The base classes count too, since fully_shard changes the class of a module.
     kinds = type(module).__mro__
     return any(kind in rule or kind.__name__ in rule for kind in kinds)
 

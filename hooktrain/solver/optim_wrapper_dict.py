@@ -11,7 +11,7 @@ from hooktrain.utils.names import State
 
 
 class OptimWrapperDict(dict[str, OptimWrapper]):
-    """Optimizer wrappers by name, each for a loss of its own, as in a GAN.
+    """Optimizer wrappers by name, each for its own loss, as in a GAN.
 
     The model's ``train_step`` picks a wrapper by its name. Each has its own precision and
     accumulation::

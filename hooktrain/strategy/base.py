@@ -252,7 +252,7 @@ class BaseStrategy:
 def broadcast_buffers(model: nn.Module) -> None:
     """Send the first rank's buffers to all ranks. A collective.
 
-    Unless the ranks exchange buffers during training, each rank's have the statistics of its own
+    Unless the ranks exchange buffers during training, each rank has the statistics of its own
     batches.
     """
     _broadcast(model.buffers())

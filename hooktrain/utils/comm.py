@@ -112,7 +112,7 @@ def _local_number(variable: str, alone: int) -> int:
     if get_world_size() == 1:
         return alone
     raise RuntimeError(
-        "unknown which ranks share a machine: start them by launch() or torchrun, or call "
+        "it is unknown which ranks share a machine: start them by launch() or torchrun, or call "
         "comm.set_local_rank()"
     )
 

@@ -54,7 +54,7 @@ def seed_all_rng(seed: int) -> None:
 def seed_on_host(counter: int, *stream: int | str) -> int:
     """Seed the CPU's global generators of Python, numpy and torch, in about 10 microseconds.
 
-    Each generator gets a seed of its own, from a hash of the arguments.
+    Each generator gets its own seed, a hash of the arguments.
 
     Args:
         counter: the number of a step or a sample, from 0.

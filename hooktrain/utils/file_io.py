@@ -152,7 +152,7 @@ def on_disk(path: AnyPath) -> str:
     """
     if is_address(path):
         raise ValueError(
-            f"a run cannot write to {path!r}: give a folder on a disk, and set train.store to "
+            f"a run cannot write to {path!r}: use a folder on a disk, and set train.store to "
             "the address, to which each checkpoint is then copied"
         )
     return os.path.expanduser(path)

@@ -39,7 +39,7 @@ class _FileHandler(_Handler, logging.FileHandler):
 
 
 class _TerminalHandler(_Handler):
-    """Writes to the current ``sys.stdout``, not to that of the construction."""
+    """Writes to the current ``sys.stdout``, not to the one at its construction."""
 
     def __init__(self, color: bool) -> None:
         super().__init__(sys.stdout)
@@ -148,13 +148,13 @@ def close_logger(name: str = "hooktrain") -> None:
 def log_once(log: Callable[..., None], message: str, *values: object) -> None:
     """Log a message with these values once a run: ``log_once(logger.warning, "%r", name)``.
 
-    ``trainer.train()`` forgets what was logged. A process may train several models, as in a sweep
-    or a cross-validation, and the log of each run has to tell what is wrong with its numbers.
+    ``trainer.train()`` clears this memory: a process may train several models, as in a sweep or a
+    cross-validation, and the log of each run must report its own problems.
 
     Args:
         log: a method of a logger.
         message: the message.
-        values: those that the message has places for.
+        values: the values to insert into the message.
     """
     log(message, *values)
 

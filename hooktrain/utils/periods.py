@@ -87,10 +87,10 @@ def in_iterations(number: PeriodLike, epoch_length: int | None) -> int:
         return number
     epochs, seconds = _parse(number)
     if seconds:
-        raise ValueError(f"give iterations or epochs here, not a time: {number!r}")
+        raise ValueError(f"use iterations or epochs here, not a time: {number!r}")
     if epoch_length is None:
         raise ValueError(
-            f"cannot convert {number!r} to iterations, since the loader has no length: give "
+            f"cannot convert {number!r} to iterations, since the loader has no length: use "
             "iterations, or set trainer.epoch_length"
         )
     return math.ceil(epochs * epoch_length)
@@ -102,7 +102,7 @@ def _parse(text: str) -> tuple[Fraction, Fraction]:
     match = PERIOD.fullmatch(text)
     if match is None or float(match[1]) == 0:
         raise ValueError(
-            "give a number of iterations, or a string like '1 epoch' or '10 minutes', not "
+            "pass a number of iterations, or a string like '1 epoch' or '10 minutes', not "
             f"{text!r}"
         )
     number = Fraction(match[1])
@@ -128,14 +128,14 @@ def end_of_run(
         end = in_iterations(f"{max_epochs} epochs", epoch_length)
         if max_iter not in (None, end):
             raise ValueError(
-                f"a run has only one end: give {max_iter=} or {max_epochs=}, and None for the "
+                f"a run has only one end: pass {max_iter=} or {max_epochs=}, and None for the "
                 "other"
             )
         max_iter = end
     if not isinstance(max_iter, SupportsIndex) or not 0 <= start <= max_iter:
         raise ValueError(
             f"a run from start_iter={start!r} (by default the number of finished iterations) "
-            f"cannot end at {max_iter=}: give a whole number that is not smaller"
+            f"cannot end at {max_iter=}: pass a whole number that is not smaller"
         )
     if start == max_iter:
         logger.info(

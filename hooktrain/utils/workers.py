@@ -39,19 +39,19 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     """
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         raise TypeError(
-            f"give a loader of batches, such as a DataLoader, not a {type(loader)}"
+            f"pass a loader of batches, such as a DataLoader, not a {type(loader)}"
         )
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return iter(loader)
     if not hasattr(signal, "sigtimedwait"):
-        return _naming_the_dead(iter(loader))
+        return _report_dead_workers(iter(loader))
     given = loader.worker_init_fn
     is_main_thread = threading.current_thread() is threading.main_thread()
     loader.worker_init_fn = partial(_init_worker, given, is_main_thread)
     others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _inherited(loader))
     try:
-        return _naming_the_dead(iter(loader))
+        return _report_dead_workers(iter(loader))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         loader.worker_init_fn = given
@@ -59,8 +59,8 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
         _kill_at_exit(os.getpid())
 
 
-def _naming_the_dead(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, with a clear error if a worker dies while it hands one over."""
+def _report_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, with a clear error if a worker dies while it returns one."""
     try:
         yield from batches
     except (ConnectionError, EOFError) as error:
@@ -68,8 +68,8 @@ def _naming_the_dead(batches: Iterator[Any]) -> Iterator[Any]:
         if str(error).startswith("Caught "):
             raise
         raise RuntimeError(
-            "a worker of the data loader has died while it handed over a batch. If it was out of "
-            "memory, the kernel's log says so: give it more"
+            "a worker of the data loader died while it returned a batch. If it ran out of memory, "
+            "the kernel's log says so"
         ) from error
 
 

@@ -221,7 +221,7 @@ def is_better(
 
 
 def tell_without_evaluation(hook: HookBase, metric: str) -> None:
-    """Log that a hook of the user must give the metric, if there is no ``EvalHook``."""
+    """If there is no ``EvalHook``, log that one of the user's hooks must return the metric."""
     if not any(isinstance(each, EvalHook) for each in hook.trainer.hooks):
         logger.info(
             "%s waits for trainer.after_evaluation({%r: ...}), which your own hook must call: "
@@ -288,7 +288,7 @@ def find_average(metric: str, hooks: Iterable[HookBase]) -> EMA | None:
 
 
 class BestCheckpointer(HookBase):
-    """Saves ``model_best.pth`` whenever an evaluation gives the best value so far.
+    """Saves ``model_best.pth`` whenever an evaluation returns the best value so far.
 
     With a sharded checkpointer it is a folder ``model_best``. It is saved as soon as the hooks of
     earlier phases have seen the results, so it holds the weights that were measured. A run that

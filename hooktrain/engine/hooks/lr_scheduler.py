@@ -228,7 +228,7 @@ class LRScheduler(HookBase):
         is_multiplied = any(isinstance(each, LRMultiplier) for each in schedules)
         if is_multiplied and len(schedules) > 1:
             raise ValueError(
-                f"a multiplier must be the only schedule of {key}: give one schedule, not "
+                f"a multiplier must be the only schedule of {key}: pass one schedule, not "
                 f"{self.scheduler!r} (are hooks registered twice?)"
             )
 
@@ -347,7 +347,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
-    """Log the course of the rate; warn if a schedule seems to give rates, not multipliers."""
+    """Log the course of the rate; warn if a schedule seems to return rates, not multipliers."""
     rate = max(group["initial_lr"] for group in optimizer.param_groups)
     multipliers = [schedule(step / 20) for step in range(21)]
     # Host-device synchronisation, once a run, if rates are tensors.
@@ -362,7 +362,7 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
         logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
     if rate < 1 and not 0.5 <= highest < 1.01:
         logger.warning(
-            "lr will be %g x %g = %g: a schedule must give multipliers, such as 1 to 0",
+            "lr will be %g x %g = %g: a schedule must return multipliers, such as 1 to 0",
             rate,
             highest,
             rate * highest,
