@@ -424,7 +424,7 @@ def inference_on_dataset(
 
 
 def _warn_of_samples(loader: Any) -> None:
-    """Warn about a loader that drops samples, or repeats some so that all ranks have equally many."""
+    """Warn about a loader that drops samples, or repeats some to fill up the ranks' shares."""
     if not isinstance(loader, DataLoader):
         return
     size = length_hint(loader.dataset)

@@ -232,7 +232,7 @@ def death_of_a_worker() -> Iterator[None]:
     torch's handler of the signal may raise it once more while the first is being caught.
     """
     # The last one is ours: the worker may have been handing over a batch.
-    told = "killed by signal: Killed|exited unexpectedly|while it handed over a batch"
+    told = "killed by signal: Killed|exited unexpectedly|while it returned a batch"
     try:
         with pytest.raises(RuntimeError, match=told):
             yield
@@ -294,7 +294,7 @@ class Severed(DataLoader[Any]):
 def test_a_worker_that_dies_while_it_hands_over_a_batch_is_an_error_that_says_so(
     read: Any,
 ) -> None:
-    with pytest.raises(RuntimeError, match="while it handed over a batch") as caught:
+    with pytest.raises(RuntimeError, match="while it returned a batch") as caught:
         read(Severed([], num_workers=1))
     assert isinstance(caught.value.__cause__, ConnectionResetError)
 
