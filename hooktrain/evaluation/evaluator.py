@@ -101,8 +101,7 @@ class MetricEvaluator(DatasetEvaluator):
 
     Raises:
         TypeError: for a class instead of an object.
-        ValueError: for a lambda, since the result has the name of the function; for a function
-            that takes the targets first, such as scikit-learn's.
+        ValueError: for a function that takes the targets first, such as scikit-learn's.
     """
 
     def __init__(
@@ -111,10 +110,6 @@ class MetricEvaluator(DatasetEvaluator):
         _check_metric(metric)
         kind = type(metric).__name__
         self._name = getattr(metric, "__name__", kind)
-        if self._name == "<lambda>":
-            raise ValueError(
-                "a metric has the name of its function: use a def, not a lambda"
-            )
         if not hasattr(metric, "compute"):
             metric = _Whole(metric) if whole else _Mean(metric)
         self._metric = metric

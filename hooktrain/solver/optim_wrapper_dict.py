@@ -23,15 +23,10 @@ class OptimWrapperDict(dict[str, OptimWrapper]):
 
     Args:
         wrappers: one :class:`OptimWrapper` per keyword.
-
-    Raises:
-        TypeError: if a value is not a wrapper.
     """
 
     def __init__(self, **wrappers: OptimWrapper) -> None:
         for name, wrapper in wrappers.items():
-            if not isinstance(wrapper, OptimWrapper):
-                raise TypeError(f"{name!r} must be an OptimWrapper: {wrapper!r}")
             wrapper.prefix = f"{name}."
         super().__init__(wrappers)
 

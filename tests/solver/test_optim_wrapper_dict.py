@@ -61,11 +61,6 @@ def test_what_only_one_optimizer_does_says_what_to_call(name: str) -> None:
     assert copy.deepcopy(wrappers).keys() == wrappers.keys()
 
 
-def test_a_member_must_be_a_wrapper() -> None:
-    with pytest.raises(TypeError, match="'a'"):
-        OptimWrapperDict(a=sgd(LinearLoss()))  # type: ignore[arg-type]
-
-
 def test_one_loss_for_several_names_the_recipe() -> None:
     a, _, wrappers = several()
     trainer = SimpleTrainer(a, batches(1), {"a": sgd(a)})
