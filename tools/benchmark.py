@@ -92,7 +92,6 @@ class InTurns(HookBase):
         self.turns: list[list[list[float]]] = []
         self._blocks = blocks
         self._iterations = iterations
-        self._period = Period(iterations)
         self._starts: list[float] = []
 
     def before_step(self) -> None:
@@ -101,7 +100,8 @@ class InTurns(HookBase):
 
     def after_step(self) -> None:
         """At the end of a block, run the other loops."""
-        if not self._period.is_due(self.trainer):
+        # Quick in the other iterations, since it is part of their time.
+        if len(self._starts) < self._iterations:
             return
         turn = [*(block() for block in self._blocks), self._starts]
         if self.trainer.done > self._iterations:  # the first block is a warm-up
