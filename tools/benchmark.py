@@ -56,7 +56,6 @@ from hooktrain.model.sharding import shard_model
 from hooktrain.solver import CosineParamScheduler
 from hooktrain.utils import comm
 from hooktrain.utils.logger import close_logger, setup_logger
-from hooktrain.utils.periods import Period
 
 LOOPS = ("bare", "without writers", "hooktrain")
 FEW_AND_MANY = (100, 600)  # iterations; the difference is the cost of 500 steps
