@@ -52,7 +52,8 @@ class OptimWrapper:
     Args:
         optimizer: the optimizer. One that needs a closure, such as LBFGS, must be called in your
             own ``run_step``.
-        accumulative_counts: the number of backward passes per update, at least 1.
+        accumulative_counts: the number of backward passes per update, at least 1. A float is
+            refused, since it may have been meant for ``clip_grad``.
         clip_grad: None, or a dict: ``{"max_norm": 1.0, "norm_type": 2}`` clips the total norm of
             the gradients, and logs it as ``grad_norm``; ``{"type": "value", "clip_value": 0.5}``
             clips each element.
@@ -65,7 +66,8 @@ class OptimWrapper:
         skipped_updates: the number of updates skipped because gradients were not finite.
 
     Raises:
-        TypeError: if ``clip_grad`` is not a dict or has an unknown key.
+        TypeError: if ``optimizer`` is not an optimizer, if ``accumulative_counts`` is a float, or
+            if ``clip_grad`` is not a dict or has an unknown key.
         ValueError: for a count below 1, or for impossible clipping.
     """
 
@@ -75,7 +77,14 @@ class OptimWrapper:
         accumulative_counts: int = 1,
         clip_grad: Options | None = None,
     ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch optimizer: {optimizer!r}")
         check_count("accumulative_counts", accumulative_counts)
+        if isinstance(accumulative_counts, float):
+            raise TypeError(
+                "accumulative_counts must be an int, such as 64 // 16, and "
+                f"clip_grad={{'max_norm': {accumulative_counts!r}}} clips: got a float"
+            )
         self.optimizer = optimizer
         self.accumulative_counts = accumulative_counts
         self.after_backward: Callable[[], None] | None = None

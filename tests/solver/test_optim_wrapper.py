@@ -77,6 +77,8 @@ def test_updates_equal_a_loop_written_by_hand_bit_for_bit(
         ({"clip_grad": {"max_nrom": 1}}, TypeError, "'max_nrom'"),
         ({"accumulative_counts": 0}, ValueError, "got 0"),
         ({"accumulative_counts": 2.5}, ValueError, "got 2.5"),
+        # It may be meant for the next argument, or be 64 / 16.
+        ({"accumulative_counts": 4.0}, TypeError, "'max_norm': 4.0"),
         ({"accumulative_counts": "2"}, ValueError, "got '2'"),
         ({"dtype": "float32"}, ValueError, "'float32'"),
     ],
@@ -91,6 +93,11 @@ def test_a_wrong_argument_is_refused(
         wrap(LinearLoss(), **options)
     told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert message in told + caplog.text  # where Python has no notes, they are logged
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="LinearLoss"):
+        OptimWrapper(LinearLoss())  # type: ignore[arg-type]
 
 
 def test_an_optimizers_own_zero_grad_is_called_also_one_put_in_later() -> None:
