@@ -103,7 +103,7 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
-        self._resumed_norm: float | None = None
+        self._resumed_norm = 0.0  # of the weights after a resume, until the run begins
         self.run_files: RunFiles = tuple
         self._store = Store(store, self.save_dir) if store and self.save_dir else None
         self._worker = BackgroundWorker("checkpoint")
@@ -149,10 +149,8 @@ class Checkpointer:
             OSError: if the folder cannot be created, or the store fails.
         """
         self.check_states()
-        norm, self._resumed_norm = self._resumed_norm, None
-        if norm is not None and not isclose(
-            norm, weight_norm(self.model), rel_tol=1e-5
-        ):
+        norm, self._resumed_norm = self._resumed_norm, 0.0
+        if norm and not isclose(norm, weight_norm(self.model), rel_tol=1e-5):
             self.logger.warning(
                 "The weights have changed since the run was resumed: initialise the model, or load "
                 "pretrained weights, before resume_or_load()"

@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from hooktrain.data.loader import TrainLoader
-from hooktrain.data.samplers import StreamSampler, is_undivided, with_epochs
+from hooktrain.data.samplers import (
+    InferenceSampler,
+    StreamSampler,
+    is_undivided,
+    with_epochs,
+)
 from hooktrain.utils import comm
 from hooktrain.utils.names import State, names_used
 from hooktrain.utils.tensors import checksum, map_leaves
@@ -39,6 +44,10 @@ OTHER_STREAMS = (
 EQUAL_RANKS = (
     "%s does not divide the data among the ranks: unless each rank has its own part of the data, "
     "use build_train_loader() or a DistributedSampler"
+)
+UNSHUFFLED = (
+    "The DataLoader reads the training data in the same order in each epoch: shuffle=True, or "
+    "build_train_loader(), shuffles them"
 )
 EQUAL_WORKERS = (
     "Each worker has a copy of the generator in %s.%s and draws the same numbers: draw from "
@@ -182,6 +191,8 @@ def warn_of_equal_samples(loader: Any) -> None:
         sampler = getattr(owner, "sampler", None)
         if is_undivided(sampler) and comm.data_parallel_size() > 1:
             logger.warning(EQUAL_RANKS, type(sampler).__name__)
+        if isinstance(sampler, SequentialSampler | InferenceSampler):
+            logger.info(UNSHUFFLED)
     if options.get("num_workers", 0) < 2 or options.get("worker_init_fn"):
         return
     while dataset is not None:

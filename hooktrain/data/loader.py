@@ -43,7 +43,7 @@ _DECIDED = (
 )
 
 # torch's DataLoader refuses changes of such attributes too.
-_FIXED = ("dataset", "sampler", "total_batch_size", "options", "batch_size")
+_FIXED = ("dataset", "sampler", "total_batch_size", "batch_size")
 
 # Their samples draw no random numbers; those of a subclass may.
 _PLAIN = (list, range, Tensor, np.ndarray, TensorDataset)
@@ -63,8 +63,8 @@ class TrainLoader:
     the global generators of torch, numpy or Python. So the batches depend neither on the number of
     ranks and workers nor on interruptions, and skipping reads no sample.
 
-    :func:`build_train_loader` builds it. Its data set, sampler, batch size and options cannot be
-    replaced, since a running iterator would keep the old ones.
+    :func:`build_train_loader` builds it. Its data set, sampler and batch size cannot be replaced,
+    since a running iterator would keep the old ones.
 
     Attributes:
         dataset: the data set.

@@ -29,7 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
-from hooktrain.data import TrainingSampler, build_train_loader
+from hooktrain.data import TrainingSampler, build_test_loader, build_train_loader
 from hooktrain.data.batches import Batches, warn_of_equal_batches, warn_of_equal_samples
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
@@ -314,6 +314,32 @@ class Wrapped(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.sampler)
+
+
+class OwnOrder(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("loader", "is_told"),
+    [
+        (DataLoader(range(4)), True),
+        (DataLoader(range(4), batch_size=None), True),
+        (build_test_loader(range(4)), True),
+        (DataLoader(range(4), shuffle=True), False),
+        (DataLoader(range(4), sampler=OwnOrder()), False),
+        (DataLoader(Numbers()), False),
+        (build_train_loader(range(4), total_batch_size=2, shuffle=False), False),
+        ([torch.ones(1)], False),
+    ],
+)
+def test_training_data_that_are_never_shuffled_are_told(
+    loader: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    warn_of_equal_samples(loader)
+    assert ["shuffle=True" in text for text in caplog.messages] == [True] * is_told
 
 
 def test_set_epoch_reaches_what_others_wrap() -> None:

@@ -254,7 +254,6 @@ def test_a_position_in_another_stream_is_refused(
         {"total_batch_size": 2},
         {"sampler": RandomSampler(range(10))},
         {"dataset": range(9)},
-        {"options": {}},
         {"batch_size": 2},
     ],
 )
