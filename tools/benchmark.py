@@ -416,7 +416,7 @@ def report(
     print(tabulate(rows, tablefmt="pipe", floatfmt=".1f", headers=[what, ""]))
 
 
-def report_of_two(kind: str, pairs: int, iterations: int) -> None:
+def report_two_processes(kind: str, pairs: int, iterations: int) -> None:
     """Print the measurements of the main process of two."""
     found = train_in_turns(kind, pairs, iterations)
     if comm.is_main_process():
@@ -469,7 +469,7 @@ def main() -> None:
             pairs = read_in_turns(numbers, args.pairs, iterations)
             report(f"batch of 32 of {what}", pairs, iterations, names)
         return
-    launch(report_of_two, 2, args=arguments, backend="gloo")
+    launch(report_two_processes, 2, args=arguments, backend="gloo")
 
 
 if __name__ == "__main__":

@@ -281,7 +281,7 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
     return speeds
 
 
-def index_of_many(ranks: int, tensors: int, folder: Path) -> list[Any]:
+def measure_index(ranks: int, tensors: int, folder: Path) -> list[Any]:
     """Measure the index of many sharded tensors, with the first shard of each in a folder.
 
     Returns:
@@ -335,7 +335,7 @@ def index_command(worlds: list[int], tensors: int) -> None:
     rows = []
     for ranks in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append([ranks, *index_of_many(ranks, tensors, Path(folder))])
+            rows.append([ranks, *measure_index(ranks, tensors, Path(folder))])
     headers = ["ranks", "index, MB", "read it, s", "read a rank's shards, s"]
     headers += ["a rank sends, KB", "main process at a save, s"]
     print(f"{tensors} tensors, one thread, torch {torch.__version__}\n")

@@ -332,7 +332,7 @@ def fetched(run: str, into: Path) -> Path:
     if "://" not in run:
         return Path(run)
     store = Store(run, into)
-    entries = store.look()
+    entries = store.list_entries()
     if not entries:
         raise FileNotFoundError(f"{run} has no checkpoint of a run")
     for entry in entries:

@@ -59,7 +59,7 @@ class Trace(HookBase):
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         ]
         for name, module in self.model.named_modules():
-            if is_inside_of_compiled(self.model, name):
+            if is_inside_compiled(self.model, name):
                 continue
             title = f"{name or 'the model'} ({type(module).__name__})"
             self.handles.append(
@@ -146,7 +146,7 @@ def values_file(iteration: int, rank: int) -> str:
     return f"values-{iteration}-{rank}.pt"
 
 
-def is_inside_of_compiled(model: torch.nn.Module, name: str) -> bool:
+def is_inside_compiled(model: torch.nn.Module, name: str) -> bool:
     """Whether a module is part of a compiled module, or compiled itself."""
     parts = name.split(".") if name else []
     parents = [".".join(parts[:i]) for i in range(len(parts))]

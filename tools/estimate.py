@@ -59,7 +59,7 @@ def estimate(cfg: Any, ranks: int = 1, device_memory: str = "") -> None:
     device = choose_device(cfg.train.device).type
     with pretended(ranks, device) as (fakes, watch):
         rank = Rank(cfg, fakes, watch)
-        parts = rank.look()
+        parts = rank.parts_at_peak()
         peak, messages = watch.peak, watch.messages
         saved = rank.saved()
         print(

@@ -177,7 +177,7 @@ class Rank:
         gc.collect()  # otherwise tensors in cycles would count only in some steps
         return self.watch.peak
 
-    def look(self) -> dict[str, int]:
+    def parts_at_peak(self) -> dict[str, int]:
         """The bytes of the parts of an iteration at its peak. It makes three iterations."""
         self.step(self.batch)
         self.step(self.batch)

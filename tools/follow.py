@@ -123,7 +123,7 @@ class Follower:
         self.evaluation = build_evaluation(cfg, self.model, self.ema)
         sharded = train.checkpointer.sharded or strategy.saves_shards
         self.checkpointer = Checkpointer(self.model, self.folder, sharded=sharded)
-        self.best = self._keeper_of_best() if self.metric else None
+        self.best = self._build_best_checkpointer() if self.metric else None
         self.rows: list[Row] = []
         if comm.is_main_process() and (self.folder / "metrics.json").exists():
             self.rows = load_json_metrics(self.folder / "metrics.json")
@@ -137,7 +137,7 @@ class Follower:
         lock_folder(self.folder)
         shutil.rmtree(self.reading, ignore_errors=True)
 
-    def _keeper_of_best(self) -> hooks.BestCheckpointer:
+    def _build_best_checkpointer(self) -> hooks.BestCheckpointer:
         """The hook by which a run keeps its best model, here without a trainer."""
         assert self.metric is not None
         best = hooks.BestCheckpointer(self.checkpointer, self.metric, self.mode)
@@ -169,7 +169,7 @@ class Follower:
                 f"{self.folder} is gone: a new run has renamed the output folder of the earlier "
                 "one. Start the evaluation of the new one"
             )
-        found = self._look()
+        found = self._list_checkpoints()
         if not found:
             if not self.is_waiting:
                 self.is_waiting = True
@@ -186,7 +186,7 @@ class Follower:
         ]
         return (new[0] if new else None), found[-1].is_final and not new
 
-    def _look(self) -> list[Found]:
+    def _list_checkpoints(self) -> list[Found]:
         """The existing checkpoints of the run, in order."""
         found = {each.iteration: each for each in self._in_store()}
         for each in in_folder(self.run):
@@ -198,7 +198,7 @@ class Follower:
         if self.store is None:
             return []
         try:
-            entries = self.store.look()
+            entries = self.store.list_entries()
         except Exception as error:  # each package raises its own
             if not self.has_looked:
                 raise

@@ -97,7 +97,7 @@ def read(runs: list[Path], wanted: list[str], count: int) -> Panels:
         zip(found, names_of(runs), strict=True)
     ):
         total = metrics.get("total_loss", [])
-        losses = [metrics[name] for name in metrics if is_of_training(name)]
+        losses = [metrics[name] for name in metrics if is_training_loss(name)]
         of_training = total or max(losses, key=len, default=[])
         for name, points in sorted(metrics.items()):
             is_total = points == total and name != "total_loss"
@@ -128,7 +128,7 @@ def refuse_missing(wanted: list[str], there: set[str], runs: list[Path]) -> None
             raise ValueError(f"no metric {name!r} in {where}{hint}")
 
 
-def is_of_training(name: str) -> bool:
+def is_training_loss(name: str) -> bool:
     """Whether a metric has the name of a training loss."""
     return is_loss(name) and "val" not in name and "/" not in name
 

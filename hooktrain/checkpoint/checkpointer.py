@@ -228,7 +228,7 @@ class Checkpointer:
         self.logger.info("Saving checkpoint to %s", path)
 
         def finish() -> bool:
-            is_offered = False
+            is_uploading = False
             if tag:
                 iteration = extra.get("iteration")
                 if iteration_in_name(name) is None:
@@ -236,10 +236,10 @@ class Checkpointer:
                 self.tag_last_checkpoint(name)
                 self.saved_iteration = iteration
                 if self._store:
-                    is_offered = self._store.offer(name, self.run_files)
+                    is_uploading = self._store.start_upload(name, self.run_files)
             if on_saved is not None:
                 on_saved(path)
-            return is_offered
+            return is_uploading
 
         write = partial(self._write, path=path, finish=finish, on_full=on_full)
         if self.background:
@@ -280,9 +280,9 @@ class Checkpointer:
 
                 on_all_ranks(prepare, self._group)
                 save_folder(state, path, self._group)
-                is_offered = on_main_process(finish, self._group)
-                if is_offered and self._store and not comm.is_main_process():
-                    self._store.offer(os.path.basename(path), self.run_files)
+                is_uploading = on_main_process(finish, self._group)
+                if is_uploading and self._store and not comm.is_main_process():
+                    self._store.start_upload(os.path.basename(path), self.run_files)
             else:
                 prepare()
                 write_file(state, path)

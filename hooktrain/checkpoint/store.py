@@ -120,7 +120,7 @@ class Store:
         Raises:
             ValueError: if it is new, but the store has checkpoints.
         """
-        entries = self.look()
+        entries = self.list_entries()
         if is_new and entries:
             raise ValueError(
                 f"the store {self.address!r} already has a run: resume it, or use "
@@ -146,7 +146,7 @@ class Store:
                 store was broken.
             OSError: if the store or the disk fails.
         """
-        entries = on_main_process(self.look)
+        entries = on_main_process(self.list_entries)
         tried: list[Entry] = []
         lowest = math.inf
         for name in chain(names, [""]):
@@ -170,7 +170,7 @@ class Store:
                         error,
                     )
                     # A machine that is still training may have replaced files.
-                    entries = on_main_process(self.look)
+                    entries = on_main_process(self.list_entries)
             if name:
                 yield name
         if tried:
@@ -230,7 +230,7 @@ class Store:
             on_all_ranks_patiently(verify)
             on_main_process(stack.close)  # the rename
 
-    def offer(self, name: str, run_files: RunFiles) -> bool:
+    def start_upload(self, name: str, run_files: RunFiles) -> bool:
         """Start uploading a checkpoint to the store, in a thread.
 
         If the previous upload is still running, or has failed, the log says so. The other ranks
@@ -368,7 +368,7 @@ class Store:
             self._system.put_file(str(self._folder / path), key)
             self._there[key] = math.inf
 
-    def look(self) -> list[Entry]:
+    def list_entries(self) -> list[Entry]:
         """List the store; return the entries of its newest intact pointer."""
         self._list()
         try:

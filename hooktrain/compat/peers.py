@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def of_peers(name: str, modules: Iterable[str], otherwise: str) -> Any:
+def import_from_peers(name: str, modules: Iterable[str], otherwise: str) -> Any:
     """Import a name from the first of several modules that has it.
 
     A module's ``__getattr__`` calls this, so hooktrain's own names come first.

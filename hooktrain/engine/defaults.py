@@ -143,7 +143,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     if goes_on and folder and train.get("store"):
         _fetch_run(train["store"], folder)
     earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
-    seed, train["run_id"] = on_main_process(partial(_drawn, train, earlier))
+    seed, train["run_id"] = on_main_process(partial(_seed_and_run_id, train, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
     if isinstance(cfg, ConfigDict):
         # Other values may refer to the seed, or to values that a script has changed.
@@ -178,7 +178,7 @@ def _read(path: Path) -> str:
     return path.read_text("utf-8", "replace") if path.is_file() else ""
 
 
-def _drawn(train: Any, earlier: str) -> tuple[Any, Any]:
+def _seed_and_run_id(train: Any, earlier: str) -> tuple[Any, Any]:
     """Return the seed and the id of the run: if not given, those of the run to resume.
 
     A new run gets a new id; its seed, None, is drawn later.

@@ -112,7 +112,7 @@ def _run_processes(
 ) -> None:
     """Start a process for each rank, and wait until all have ended."""
     failure, code = "", 0  # a code below 0 is that of a signal
-    with _passing_on_signals() as signals:
+    with _forwarding_signals() as signals:
         context: ProcessContext = start_processes(
             _child, (ranks, variables, work), len(ranks), join=False
         )
@@ -138,7 +138,7 @@ def _run_processes(
 
 
 @contextmanager
-def _passing_on_signals() -> Iterator[list[int]]:
+def _forwarding_signals() -> Iterator[list[int]]:
     """Forward signals to the started processes; yield the list of those received."""
     signals: list[int] = []
 

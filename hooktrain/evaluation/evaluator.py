@@ -398,7 +398,7 @@ def inference_on_dataset(
     place = comm.get_rank() * comm.data_parallel_size()
     is_first = place % comm.get_world_size() == 0
     with inference_context(module), torch.no_grad():
-        for inputs, is_own in _shown(data_loader, module):
+        for inputs, is_own in _with_progress(data_loader, module):
             inputs = move(inputs)
             try:
                 outputs = forward(inputs)
@@ -434,7 +434,9 @@ def _warn_of_samples(loader: Any) -> None:
         )
 
 
-def _shown(data_loader: Iterable[Any], module: nn.Module) -> Iterator[tuple[Any, bool]]:
+def _with_progress(
+    data_loader: Iterable[Any], module: nn.Module
+) -> Iterator[tuple[Any, bool]]:
     """The batches to call the model with, and whether each is this rank's own.
 
     Progress is logged from time to time, and the duration at the end.

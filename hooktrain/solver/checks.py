@@ -23,7 +23,7 @@ Version: TypeAlias = tuple[int, list[float]]
 scheduled: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()
 
 
-def another_model(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
+def model_mismatch(owner: str, parameters: Iterable[Tensor], trained: nn.Module) -> str:
     """An error message if none of some parameters is the trained model's; otherwise "".
 
     Args:
@@ -53,7 +53,7 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
     names = parameter_names(model)
     wrappers = by_name(optim_wrapper).values()
     trained = {p for wrapper in wrappers for p in wrapper.parameters}
-    problem = another_model("the optimizer", trained, model)
+    problem = model_mismatch("the optimizer", trained, model)
     if problem:
         raise ValueError(problem)
     low = {p.dtype for p in trained} & {torch.float16, torch.bfloat16}

@@ -109,7 +109,7 @@ def sweep(folder: AnyPath) -> None:
     for entry in sorted(Path(folder).iterdir()):
         try:
             temporary = _TEMPORARY.fullmatch(entry.name)
-            if temporary and not _is_of_live_process(*temporary.groups()):
+            if temporary and not _belongs_to_live_process(*temporary.groups()):
                 _remove(entry)
             moved = re.fullmatch(rf"(.+){MOVED_ASIDE}", entry.name)
             if moved:
@@ -118,7 +118,7 @@ def sweep(folder: AnyPath) -> None:
             logger.warning("Cannot remove %s of a killed run: %s", entry, error)
 
 
-def _is_of_live_process(number: str, host: str) -> bool:
+def _belongs_to_live_process(number: str, host: str) -> bool:
     """Whether a temporary file belongs to another live process on this machine."""
     if host != socket.gethostname() or int(number) == os.getpid():
         return False

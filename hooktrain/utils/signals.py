@@ -42,6 +42,6 @@ def restore_handlers(before: dict[int, Any]) -> None:
         signal.signal(number, handler or signal.SIG_DFL)
 
 
-def is_of_scheduler(handler: Any) -> bool:
+def is_scheduler_handler(handler: Any) -> bool:
     """Whether a job scheduler's library, such as submitit, has installed the handler."""
     return str(getattr(handler, "__module__", None)).startswith("submitit.")

@@ -34,7 +34,7 @@ def measured(
     tool = load_tool("estimate_rank")
     changes = [*settings(model, ranks, is_sharded), *COMMON, *PRECISIONS[precision]]
     with tool.pretended(ranks, "cpu") as (fakes, watch):
-        tool.Rank(configuration(model, *changes), fakes, watch).look()
+        tool.Rank(configuration(model, *changes), fakes, watch).parts_at_peak()
         peak = watch.peak
     real = lowest_peak(model, ranks, changes, peak)
     return f"{real / 2**20:.2f}", f"{peak / 2**20:.2f}", f"{peak / real - 1:+.1%}"

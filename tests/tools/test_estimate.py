@@ -16,7 +16,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     cfg = configuration("Transformer", "+model.depth=2")
     with tool.pretended(1, "cpu") as (fakes, watch):
         rank = tool.Rank(cfg, fakes, watch)
-        peak = sum(rank.look().values())
+        peak = sum(rank.parts_at_peak().values())
         limit = peak * 3
         largest = tool.largest_batch(rank, limit, peak)
         peaks = [
@@ -30,7 +30,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 def test_not_even_one_sample_may_fit() -> None:
     with tool.pretended(1, "cpu") as (fakes, watch):
         rank = tool.Rank(configuration("MLP"), fakes, watch)
-        peak = sum(rank.look().values())
+        peak = sum(rank.parts_at_peak().values())
         assert tool.largest_batch(rank, 1000, peak) == 0
 
 
@@ -38,7 +38,7 @@ def test_not_even_one_sample_may_fit() -> None:
 def test_a_batch_that_does_not_fit_is_made_smaller(share: float) -> None:
     with tool.pretended(1, "cpu") as (fakes, watch):
         rank = tool.Rank(configuration("CNN"), fakes, watch)
-        peak = sum(rank.look().values())
+        peak = sum(rank.parts_at_peak().values())
         limit = share * peak
         largest = tool.largest_batch(rank, limit, peak)
         stays = sum(tensor.nbytes for tensor in rank.batch)  # beside the other batch

@@ -27,7 +27,7 @@ def look(cfg: Any, ranks: int = 1) -> Looked:
     """The watched rank, and its parts at the peak."""
     with tool.pretended(ranks, "cpu") as (fakes, watch):
         rank = tool.Rank(cfg, fakes, watch)
-        return rank, rank.look()
+        return rank, rank.parts_at_peak()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_copy_that_the_background_writes_is_whole_or_a_shard() -> None:
         cfg = configuration("MLP", *changes, f"train.checkpointer.sharded={is_sharded}")
         with tool.pretended(8, "cpu") as (fakes, watch):
             rank = tool.Rank(cfg, fakes, watch)
-            rank.look()
+            rank.parts_at_peak()
             # The weights, and twice as much of the optimizer.
             assert rank.saved() == pytest.approx(3 * whole * share, rel=0.02)
 

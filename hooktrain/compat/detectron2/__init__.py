@@ -68,7 +68,7 @@ from hooktrain.compat.detectron2.default_trainer import (  # type: ignore[assign
 )
 from hooktrain.compat.detectron2.functions import (  # type: ignore[assignment]
     default_setup as default_setup,
-    of_detectron2,
+    import_from_detectron2,
     seed_all_rng as seed_all_rng,
     verify_results as verify_results,
 )
@@ -112,4 +112,4 @@ memory = registry = samplers = train_loop = _here
 
 def __getattr__(name: str) -> Any:
     """Import a missing name from its own package; see :mod:`hooktrain.compat.peers`."""
-    return of_detectron2(name)
+    return import_from_detectron2(name)

@@ -212,14 +212,14 @@ class DetectionCheckpointer(Checkpointer):
 
     def _load_file(self, filename: str) -> State:
         if filename.endswith((".pkl", ".pyth")):
-            content = self._load_of_zoo(filename)
+            content = self._load_from_zoo(filename)
         else:
             content = self._torch_load(filename)
         if self._matches_names:
             content["matching_heuristics"] = True
         return content
 
-    def _load_of_zoo(self, filename: str) -> State:
+    def _load_from_zoo(self, filename: str) -> State:
         if self.trusted:
             theirs: Any = import_module("detectron2.checkpoint").DetectionCheckpointer
             return theirs._load_file(self, filename)  # type: ignore[no-any-return]

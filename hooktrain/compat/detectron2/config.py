@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hooktrain import config
-from hooktrain.compat.peers import of_peers
+from hooktrain.compat.peers import import_from_peers
 from hooktrain.config import ConfigDict, resolve
 from hooktrain.config.config_dict import find_key, from_omegaconf, to_config
 from hooktrain.utils.file_io import AnyPath
@@ -57,16 +57,16 @@ class LazyConfig(config.LazyConfig):
         return LazyConfig.load(caller.parent / filename, keys)
 
 
-def _of_omegaconf(name: str, arguments: str = "") -> Any:
+def _from_omegaconf(name: str, arguments: str = "") -> Any:
     otherwise = f"OmegaConf.{name}{arguments} needs omegaconf: install omegaconf"
-    return getattr(of_peers("OmegaConf", ["omegaconf"], otherwise), name)
+    return getattr(import_from_peers("OmegaConf", ["omegaconf"], otherwise), name)
 
 
 class _Functions(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _of_omegaconf(name)
+        return _from_omegaconf(name)
 
 
 class OmegaConf(metaclass=_Functions):
@@ -81,7 +81,7 @@ class OmegaConf(metaclass=_Functions):
         made = to_config({} if obj is None else obj)
         if isinstance(made, ConfigDict | list | tuple):
             return made
-        return to_config(_of_omegaconf("create", f"({obj!r})")(obj))
+        return to_config(_from_omegaconf("create", f"({obj!r})")(obj))
 
     @staticmethod
     def select(cfg: Any, key: str, *, default: Any = None, **options: Any) -> Any:

@@ -15,13 +15,13 @@ from hooktrain.compat.detectron2.checkpoint import (
     DetectionCheckpointer,
     PeriodicCheckpointer,
 )
-from hooktrain.compat.detectron2.functions import of_detectron2, verify_results
+from hooktrain.compat.detectron2.functions import import_from_detectron2, verify_results
 from hooktrain.compat.detectron2.solver import build_lr_scheduler, build_optimizer
 from hooktrain.compat.detectron2.trainers import (
     AMPTrainer as AMPTrainer,
     SimpleTrainer as SimpleTrainer,
     TrainerBase as TrainerBase,
-    of_inner_trainer,
+    inner_attribute,
 )
 from hooktrain.engine import hooks
 from hooktrain.engine.defaults import create_ddp_model, default_writers
@@ -161,13 +161,13 @@ class DefaultTrainer(TrainerBase):
             of a model zoo, set its ``trusted`` first.
     """
 
-    model = of_inner_trainer("model")
-    data_loader = of_inner_trainer("data_loader")
-    optimizer = of_inner_trainer("optimizer")
-    optim_wrapper = of_inner_trainer("optim_wrapper")
-    updating = of_inner_trainer("updating")
-    _data_loader_iter = of_inner_trainer("_data_loader_iter")
-    _write_metrics = of_inner_trainer("_write_metrics")
+    model = inner_attribute("model")
+    data_loader = inner_attribute("data_loader")
+    optimizer = inner_attribute("optimizer")
+    optim_wrapper = inner_attribute("optim_wrapper")
+    updating = inner_attribute("updating")
+    _data_loader_iter = inner_attribute("_data_loader_iter")
+    _write_metrics = inner_attribute("_write_metrics")
     _last_eval_results: Any
 
     def __init__(self, cfg: Any) -> None:
@@ -257,7 +257,7 @@ class DefaultTrainer(TrainerBase):
     @classmethod
     def build_model(cls, cfg: Any) -> nn.Module:
         """The model, on its device."""
-        model: nn.Module = of_detectron2("build_model")(cfg)
+        model: nn.Module = import_from_detectron2("build_model")(cfg)
         logger.info("Model:\n%s", model)
         return model
 
@@ -274,12 +274,12 @@ class DefaultTrainer(TrainerBase):
     @classmethod
     def build_train_loader(cls, cfg: Any) -> Any:
         """The loader of training batches."""
-        return of_detectron2("build_detection_train_loader")(cfg)
+        return import_from_detectron2("build_detection_train_loader")(cfg)
 
     @classmethod
     def build_test_loader(cls, cfg: Any, dataset_name: str) -> Any:
         """The loader of a data set's batches to evaluate on."""
-        return of_detectron2("build_detection_test_loader")(cfg, dataset_name)
+        return import_from_detectron2("build_detection_test_loader")(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: Any, dataset_name: str) -> DatasetEvaluator:
@@ -333,4 +333,6 @@ class DefaultTrainer(TrainerBase):
         """
         if cfg.SOLVER.REFERENCE_WORLD_SIZE in (0, num_workers):
             return cfg
-        return of_detectron2("DefaultTrainer").auto_scale_workers(cfg, num_workers)
+        return import_from_detectron2("DefaultTrainer").auto_scale_workers(
+            cfg, num_workers
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from hooktrain import evaluation
 from hooktrain.checkpoint.resume import checkpoint_names
-from hooktrain.compat.peers import of_peers
+from hooktrain.compat.peers import import_from_peers
 from hooktrain.config import ConfigDict
 from hooktrain.engine import defaults
 from hooktrain.utils import comm, env
@@ -57,7 +57,7 @@ _OWNERS = {"CfgNode": "fvcore", "Timer": "fvcore"} | dict.fromkeys(
 )
 
 
-def of_detectron2(name: str) -> Any:
+def import_from_detectron2(name: str) -> Any:
     """Import a name that hooktrain lacks, such as those of detection, from its own package.
 
     Raises:
@@ -69,7 +69,7 @@ def of_detectron2(name: str) -> Any:
         f"hooktrain has no {name!r}: it belongs to {owner}, or is misspelt. Install {owner} too, "
         "or copy the code (docs/migrating.md)"
     )
-    return of_peers(name, _MODULES, otherwise)
+    return import_from_peers(name, _MODULES, otherwise)
 
 
 def default_setup(cfg: Any, args: Any) -> None:

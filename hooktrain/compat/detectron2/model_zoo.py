@@ -3,14 +3,14 @@
 from importlib.util import find_spec
 from typing import Any
 
-from hooktrain.compat.detectron2.functions import of_detectron2
+from hooktrain.compat.detectron2.functions import import_from_detectron2
 from hooktrain.config import ConfigDict
 from hooktrain.engine import train_settings
 
 
 def __getattr__(name: str) -> Any:
     """Import a name that is missing here from detectron2; see :mod:`hooktrain.compat.peers`."""
-    return of_detectron2(name)
+    return import_from_detectron2(name)
 
 
 def get_config(config_path: str, trained: bool = False) -> Any:
@@ -28,4 +28,4 @@ def get_config(config_path: str, trained: bool = False) -> Any:
     """
     if config_path == "common/train.py" and find_spec("detectron2") is None:
         return ConfigDict(train=train_settings())
-    return of_detectron2("get_config")(config_path, trained)
+    return import_from_detectron2("get_config")(config_path, trained)

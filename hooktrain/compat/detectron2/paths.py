@@ -158,9 +158,9 @@ class _PathManager:
 PathManager = g_pathmgr = _PathManager()
 
 
-def _of_model_zoo(address: str) -> str:
+def _from_model_zoo(address: str) -> str:
     name = address.removeprefix("detectron2://")
     return local_path(f"https://dl.fbaipublicfiles.com/detectron2/{name}", alone=True)
 
 
-register_scheme("detectron2://", _of_model_zoo)
+register_scheme("detectron2://", _from_model_zoo)

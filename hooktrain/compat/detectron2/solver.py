@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler
 
 from hooktrain import solver
-from hooktrain.compat.detectron2.functions import of_detectron2
+from hooktrain.compat.detectron2.functions import import_from_detectron2
 from hooktrain.solver import *
 from hooktrain.solver.schedule import ROUNDING
 
@@ -23,7 +23,7 @@ _expand_param_groups = solver.expand_param_groups
 
 def __getattr__(name: str) -> Any:
     """Import old schedulers, such as WarmupCosineLR, from detectron2."""
-    return of_detectron2(name)
+    return import_from_detectron2(name)
 
 
 @dataclass

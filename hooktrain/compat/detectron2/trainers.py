@@ -21,7 +21,7 @@ from hooktrain.utils.names import State
 _SHARED = ("storage", "seed", "iter", "start_iter", "max_iter")
 
 
-def of_inner_trainer(name: str) -> Any:
+def inner_attribute(name: str) -> Any:
     """A property that reads and sets an attribute of the inner trainer."""
     return property(
         lambda self: getattr(self._trainer, name),

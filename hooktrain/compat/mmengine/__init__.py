@@ -76,7 +76,7 @@ from hooktrain.compat.mmengine.strategy import (
     FSDPStrategy as FSDPStrategy,
     SingleDeviceStrategy as SingleDeviceStrategy,
 )
-from hooktrain.compat.peers import of_peers
+from hooktrain.compat.peers import import_from_peers
 
 EpochBasedTrainLoop = _Runner  # the class of runner.train_loop
 
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
         f"hooktrain has no {name!r}: see docs/migrating.md for a replacement, or install "
         "mmengine if the name is mmengine's"
     )
-    return adapted(of_peers(name, _MODULES, otherwise))
+    return adapted(import_from_peers(name, _MODULES, otherwise))
 
 
 class MMLogger:

@@ -78,7 +78,7 @@ def _announce(trainer: Any) -> None:
             hook.before_val_epoch(runner)
 
 
-def _of_mode(event: str, mode: str) -> Callable[..., None]:
+def _event_of_mode(event: str, mode: str) -> Callable[..., None]:
     """Make an event method of one mode, which calls the method of all modes."""
 
     def call(self: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -180,13 +180,13 @@ class Hook(HookBase, DatasetEvaluator):
     _before_epoch = _after_epoch = _before_iter = _after_iter = _event
     before_test = before_test_epoch = before_test_iter = before_val_iter = _event
     after_test = after_test_epoch = after_test_iter = _event
-    before_train_epoch = _of_mode("_before_epoch", "train")
-    before_train_iter = _of_mode("_before_iter", "train")
-    after_train_iter = _of_mode("_after_iter", "train")
-    after_train_epoch = _of_mode("_after_epoch", "train")
-    before_val_epoch = _of_mode("_before_epoch", "val")
-    after_val_iter = _of_mode("_after_iter", "val")
-    after_val_epoch = _of_mode("_after_epoch", "val")
+    before_train_epoch = _event_of_mode("_before_epoch", "train")
+    before_train_iter = _event_of_mode("_before_iter", "train")
+    after_train_iter = _event_of_mode("_after_iter", "train")
+    after_train_epoch = _event_of_mode("_after_epoch", "train")
+    before_val_epoch = _event_of_mode("_before_epoch", "val")
+    after_val_iter = _event_of_mode("_after_iter", "val")
+    after_val_epoch = _event_of_mode("_after_epoch", "val")
 
     def before_step(self) -> None:
         """Call the events before an iteration."""

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from hooktrain.compat.mmengine.hook import PRIORITIES
 from hooktrain.compat.mmengine.param_scheduler import adapted
 from hooktrain.engine import hooks
-from hooktrain.engine.hooks.evaluation import tell_without_evaluation
+from hooktrain.engine.hooks.evaluation import log_missing_eval_hook
 
 
 class LRScheduler(hooks.LRScheduler):
@@ -41,7 +41,7 @@ class LRScheduler(hooks.LRScheduler):
         self.drive(scheduler, optimizer, scheduler.param_name)
         if getattr(scheduler, "need_val_args", False):  # it reduces on a plateau
             metric = scheduler.monitor
-            tell_without_evaluation(self, metric)
+            log_missing_eval_hook(self, metric)
             self._watched.append(
                 (metric, lambda value: scheduler.step({metric: value}))
             )

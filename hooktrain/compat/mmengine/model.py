@@ -13,7 +13,7 @@ from hooktrain import model as models
 from hooktrain.checkpoint import load_checkpoint, load_model_state, local_path
 from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.compat.mmengine.registry import MODEL_WRAPPERS, MODELS
-from hooktrain.compat.peers import of_peers
+from hooktrain.compat.peers import import_from_peers
 from hooktrain.model import SeparateDistributedDataParallel, StepDistributedDataParallel
 from hooktrain.utils.names import is_loss
 
@@ -49,7 +49,7 @@ class BaseModule(nn.Module):
         drawn = [each for each in configs if each not in pretrained]
         if drawn:
             otherwise = f"initialise the weights in init_weights(), or install mmengine for {drawn}"
-            of_peers("initialize", ["mmengine.model"], otherwise)(self, drawn)
+            import_from_peers("initialize", ["mmengine.model"], otherwise)(self, drawn)
         for child in self.children():
             if hasattr(child, "init_weights") and not getattr(child, "is_init", False):
                 child.init_weights()  # type: ignore[operator]

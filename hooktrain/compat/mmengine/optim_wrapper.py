@@ -111,13 +111,13 @@ class OptimWrapperDict(solver.OptimWrapperDict):
             on each wrapper.
     """
 
-    def _of_each(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"there are several optimizers: call optim_wrapper[name].update_params(loss) for each "
             f"of {[*self]}; if they share one loss, see docs/guide/optimizers.md"
         )
 
-    update_params = backward = step = _of_each
+    update_params = backward = step = _refuse
 
     def get_lr(self) -> dict[str, list[float]]:
         """The learning rate of each group, by ``"<name>.lr"``."""

@@ -41,7 +41,7 @@ _OURS = {
 }
 
 
-def _of_hooks(trainer: Any, name: str) -> Any:
+def _find_in_hooks(trainer: Any, name: str) -> Any:
     for hook in trainer._hooks:
         if hasattr(hook, name):
             return getattr(hook, name)
@@ -49,14 +49,14 @@ def _of_hooks(trainer: Any, name: str) -> Any:
 
 
 def _folder(trainer: Any) -> Any:
-    return os.path.abspath(_of_hooks(trainer, "checkpointer").save_dir)
+    return os.path.abspath(_find_in_hooks(trainer, "checkpointer").save_dir)
 
 
 # Further attributes of a runner. An attribute of that name of the trainer takes precedence.
 _MORE: dict[str, Callable[[Any], Any]] = {
     "work_dir": _folder,
     "log_dir": _folder,
-    "param_schedulers": lambda trainer: _of_hooks(trainer, "scheduler"),
+    "param_schedulers": lambda trainer: _find_in_hooks(trainer, "scheduler"),
     "message_hub": lambda trainer: MessageHub.get_instance(),
     "logger": lambda trainer: logging.getLogger("hooktrain"),
     "rank": lambda trainer: comm.get_rank(),

@@ -12,7 +12,7 @@ from hooktrain.data.batches import Batches
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.events import EventStorage
 from hooktrain.model import BaseAveragedModel, ExponentialMovingAverage, update_bn_stats
-from hooktrain.solver.checks import another_model
+from hooktrain.solver.checks import model_mismatch
 from hooktrain.utils.names import State
 from hooktrain.utils.periods import Period, PeriodLike
 
@@ -71,7 +71,7 @@ class EMA(HookBase):
 
     def before_train(self) -> None:
         """Check the model; start from its weights, unless an updated average was loaded."""
-        _refuse_another(self, self._model)
+        _check_model(self, self._model)
         if not self.average.steps:  # host-device synchronisation, once a run
             self.average.reset(self._model)
         # A warm-up, or an average with equal weights, soon forgets the initial weights.
@@ -153,7 +153,7 @@ class PreciseBN(HookBase):
         """Check the model; refuse a loader whose batches training would then miss."""
         if self._model is None:
             self._model = self.trainer.model
-        _refuse_another(self, self._model)
+        _check_model(self, self._model)
         loader = self._batches.loader
         if loader is self.trainer.data_loader and hasattr(loader, "state_dict"):
             raise ValueError(
@@ -185,8 +185,8 @@ class PreciseBN(HookBase):
         self._batches.load_state_dict(state_dict)
 
 
-def _refuse_another(hook: HookBase, model: nn.Module) -> None:
+def _check_model(hook: HookBase, model: nn.Module) -> None:
     trained = getattr(hook.trainer, "model", model)
-    problem = another_model(type(hook).__name__, model.parameters(), trained)
+    problem = model_mismatch(type(hook).__name__, model.parameters(), trained)
     if problem:
         raise ValueError(problem)

@@ -9,7 +9,7 @@ from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import delete_after_verifying, files_to_delete
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.train_loop import TrainerBase
-from hooktrain.solver.checks import another_model
+from hooktrain.solver.checks import model_mismatch
 from hooktrain.utils.comm import on_all_ranks_patiently
 from hooktrain.utils.file_io import publish
 from hooktrain.utils.names import check_count
@@ -93,7 +93,7 @@ class PeriodicCheckpointer(HookBase):
             )
         model = self.checkpointer.model
         trained = getattr(self.trainer, "model", model)
-        problem = another_model("Checkpointer", model.parameters(), trained)
+        problem = model_mismatch("Checkpointer", model.parameters(), trained)
         if problem:
             logger.warning(problem)
 

@@ -220,7 +220,7 @@ def is_better(
     return gain > min_delta
 
 
-def tell_without_evaluation(hook: HookBase, metric: str) -> None:
+def log_missing_eval_hook(hook: HookBase, metric: str) -> None:
     """If there is no ``EvalHook``, log that one of the user's hooks must return the metric."""
     if not any(isinstance(each, EvalHook) for each in hook.trainer.hooks):
         logger.info(
@@ -250,7 +250,7 @@ def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
         )
         similar = [each for each in results if each in metric or metric in each]
         similar += get_close_matches(metric, results, cutoff=0.8)
-        if any(map(_is_of_user, hooks)):
+        if any(map(_is_user_hook, hooks)):
             logger.info(problem)
         elif similar:
             hook.trainer.raise_later(ValueError(problem))
@@ -259,7 +259,7 @@ def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
     return None
 
 
-def _is_of_user(hook: HookBase) -> bool:
+def _is_user_hook(hook: HookBase) -> bool:
     kind = type(hook)
     return kind is CallbackHook or not kind.__module__.startswith("hooktrain.")
 
@@ -341,7 +341,7 @@ class BestCheckpointer(HookBase):
 
         The best model of an earlier run, a file or a folder, is renamed.
         """
-        tell_without_evaluation(self, self._val_metric)
+        log_missing_eval_hook(self, self._val_metric)
         self.ema = find_average(self._val_metric, self.trainer.hooks)
         if self._checkpointer.save_to_disk and self.trainer.start_iter == 0:
             earlier = [self._file_prefix, f"{self._file_prefix}.pth"]
@@ -491,7 +491,7 @@ class EarlyStopping(HookBase):
 
     def before_train(self) -> None:
         """Stop a resumed run that was stopped before, unless ``patience`` was raised."""
-        tell_without_evaluation(self, self._metric)
+        log_missing_eval_hook(self, self._metric)
         self._stop_if_exhausted()
 
     def after_evaluation(self, results: Numbers) -> None:

@@ -12,7 +12,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import (
     check_mode,
     find_result,
-    tell_without_evaluation,
+    log_missing_eval_hook,
 )
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import rates_of, scheduled
@@ -155,7 +155,7 @@ class LRScheduler(HookBase):
                     "hooks.LRScheduler(scheduler=..., metric='val_loss')"
                 )
             check_mode(scheduler.mode, self._metric)
-            tell_without_evaluation(self, self._metric)
+            log_missing_eval_hook(self, self._metric)
             self._watched.append((self._metric, scheduler.step))
         elif isinstance(scheduler, TorchScheduler):
             period = self.step_every(scheduler, self._by_epoch)

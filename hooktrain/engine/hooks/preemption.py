@@ -17,7 +17,7 @@ from hooktrain.engine.hooks.checkpointing import PeriodicCheckpointer
 from hooktrain.utils import comm
 from hooktrain.utils.signals import (
     ENDING,
-    is_of_scheduler,
+    is_scheduler_handler,
     replace_handlers,
     restore_handlers,
 )
@@ -98,7 +98,7 @@ class Preemption(HookBase):
         folder = self.checkpointer.save_dir if comm.is_main_process() else ""
         self._stop_file = folder and os.path.join(folder, STOP_FILE)
         self._look_for_stop_file()
-        of_scheduler = [n for n in ENDING if is_of_scheduler(signal.getsignal(n))]
+        of_scheduler = [n for n in ENDING if is_scheduler_handler(signal.getsignal(n))]
         numbers = {*self._signals, *of_scheduler}
         handlers = {n: getattr(signal.getsignal(n), "__self__", None) for n in numbers}
         # Another hook of this class may have installed its handler already.
@@ -128,7 +128,7 @@ class Preemption(HookBase):
             self._saving().save_numbered(trainer.iter)
         # A launcher takes a rank that exits for failed, and would kill one that still writes.
         comm.on_all_ranks_patiently(self.checkpointer.finish)
-        code = comm.on_all_ranks(partial(self._hand_on, number))[0]
+        code = comm.on_all_ranks(partial(self._call_scheduler, number))[0]
         if code is not None:
             # After the other hooks, so that train() can be called again, as in a notebook.
             trainer.raise_later(SystemExit(code))
@@ -138,10 +138,10 @@ class Preemption(HookBase):
         if trainer.agreement.own_signal == number:
             trainer.agreement.own_signal = 0
 
-    def _hand_on(self, number: int) -> Any:
+    def _call_scheduler(self, number: int) -> Any:
         """Call the scheduler's handler, if there is one; return the exit code if the run ends."""
         handler: Any = self._previous.get(number)
-        if not is_of_scheduler(handler):
+        if not is_scheduler_handler(handler):
             return 128 + number
         try:
             handler(number, None)
@@ -183,7 +183,7 @@ class Preemption(HookBase):
         now = time.monotonic()
         agreement = self.trainer.agreement
         received = agreement.own_signal
-        if is_of_scheduler(self._previous.get(number)):
+        if is_scheduler_handler(self._previous.get(number)):
             # The signal that requeues the job may come before or after SIGTERM.
             if not received or number != signal.SIGTERM:
                 agreement.own_signal = number

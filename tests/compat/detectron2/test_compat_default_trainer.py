@@ -319,7 +319,7 @@ def test_a_configuration_for_other_ranks_is_scaled_by_detectron2(
 ) -> None:
     theirs = SimpleNamespace(auto_scale_workers=lambda cfg, ranks: (cfg, ranks))
     monkeypatch.setattr(
-        "hooktrain.compat.detectron2.default_trainer.of_detectron2",
+        "hooktrain.compat.detectron2.default_trainer.import_from_detectron2",
         {"DefaultTrainer": theirs}.get,
     )
     cfg = tree(tmp_path, REFERENCE_WORLD_SIZE=2)

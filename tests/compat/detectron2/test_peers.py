@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hooktrain.compat.peers import of_peers
+from hooktrain.compat.peers import import_from_peers
 from recipes import installed
 
 # A package of the peers' kind.
@@ -25,18 +25,18 @@ def peer(tmp_path: Path) -> Iterator[None]:
 
 def test_the_first_installed_module_that_has_a_name_gives_it() -> None:
     modules = ["not_installed.module", "a_peer.first", "a_peer.second", "a_peer.gone"]
-    assert of_peers("both", modules, "") == "first"
-    assert of_peers("only", modules, "") == 2
+    assert import_from_peers("both", modules, "") == "first"
+    assert import_from_peers("only", modules, "") == 2
 
 
 def test_a_whole_module_is_found_in_its_package() -> None:
-    assert of_peers("second", ["a_peer.first", "a_peer"], "").only == 2
+    assert import_from_peers("second", ["a_peer.first", "a_peer"], "").only == 2
 
 
 def test_a_name_that_is_nowhere_says_in_one_line_who_has_it_and_what_failed() -> None:
     modules = ["not_installed", "a_peer.first", "a_peer.gone", "a_peer.broken"]
     with pytest.raises(ImportError) as raised:
-        of_peers("name", modules, "'name' is a_friend's: pip install a_friend")
+        import_from_peers("name", modules, "'name' is a_friend's: pip install a_friend")
     assert str(raised.value) == (
         "'name' is a_friend's: pip install a_friend; a_peer.broken cannot be imported: "
         "No module named 'what_it_needs'"
@@ -45,4 +45,4 @@ def test_a_name_that_is_nowhere_says_in_one_line_who_has_it_and_what_failed() ->
 
 def test_what_python_itself_asks_for_is_no_name_of_a_peer() -> None:
     with pytest.raises(AttributeError):
-        of_peers("__path__", ["a_peer"], "")
+        import_from_peers("__path__", ["a_peer"], "")
