@@ -70,9 +70,9 @@ from hooktrain.events import load_json_metrics
 
 # What the core logs or raises, as a test holds.
 ROWS_ARE_LOST = (b"NOT WRITTEN", b"METRICS ARE LOST")
-BEST_IS_REFUSED = b"the next best model is tried again"
+BEST_IS_REFUSED = b"the next better model is saved"
 NOT_IN_THE_STORE = b"NOT IN THE STORE"
-STORE_IS_TAKEN = b"another process goes on"
+STORE_IS_TAKEN = b"another process has taken over the run"
 STORE_HAS_A_RUN = b"already has a run"
 
 TIMES = ("time", "data_time", "rank_data_time", "eta_seconds")
