@@ -323,7 +323,7 @@ def find_spans(one: Path, other: Path) -> Iterator[Span]:
         raise ValueError(
             f"{one} and {other} have neither a row nor a checkpoint in common"
         )
-    print("Both begin at the beginning")
+    print("Both start from the beginning")
     yield end, None, None
 
 
@@ -371,8 +371,8 @@ def compare_folders(args: argparse.Namespace) -> int:
             return code
     if code is None:
         print(
-            "The runs have differed by what is not computed in a step: an evaluation, the machine, "
-            "or a setting that config.json does not hold"
+            "The cause of the difference is outside the steps: an evaluation, the machine, or a "
+            "setting that config.json does not hold"
         )
         return 2
     return 0
@@ -414,7 +414,7 @@ def compare_span(one: Side, other: Side, span: Span, rtol: float) -> int | None:
         if again is not None:
             print(
                 f"{one.folder} does not repeat itself: computed twice, iteration {again[0]} "
-                f"differs first in {again[2]}. A kernel is not deterministic; see "
+                f"differs first in {again[2]}. A kernel is nondeterministic; see "
                 "torch.use_deterministic_algorithms"
             )
             if not rtol:
@@ -427,7 +427,7 @@ def compare_span(one: Side, other: Side, span: Span, rtol: float) -> int | None:
     if not rtol:
         print(
             f"{other.folder} does not repeat itself: iteration {first} differed in {name}, and not "
-            "when it was computed again. A kernel is not deterministic"
+            "when it was computed again. A kernel is nondeterministic"
         )
         return 2
     print(
@@ -496,7 +496,9 @@ def parse_trace() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if not args.command or not Path(args.command[0]).is_file():
-        parser.error(f"after the options a script is to follow, not {args.command[:1]}")
+        parser.error(
+            f"the options must be followed by a script, not {args.command[:1]}"
+        )
     return args
 
 
@@ -544,11 +546,11 @@ def parse() -> argparse.Namespace:
     if args.trace:
         parser.error("--trace comes first: --trace FOLDER SCRIPT ARGUMENTS")
     if bool(args.a) == bool(args.traces):
-        parser.error("give RUN_A, or --traces A B")
+        parser.error("pass RUN_A, or --traces A B")
     if args.traces:
         return args
     if args.b is None and not (args.overrides or args.python or args.other_ranks):
-        parser.error("give RUN_B, or --with, --python or --other-ranks to change RUN_A")
+        parser.error("pass RUN_B, or --with, --python or --other-ranks to change RUN_A")
     for name in ("ranks", "iterations"):
         check_count(f"--{name}", getattr(args, name))
     if args.b is not None and args.from_checkpoint:

@@ -23,7 +23,7 @@ training. At the end the store alone must hold the run, without files that rotat
 deleted. In every third try the machines have 4, 3, 2 or 1 ranks, with DDP or FSDP; then the samples
 and the rows are compared. Every third try is of a script that uses compat's trainers. The store is
 a folder; with ``--s3`` it is an S3 server, behind a proxy that also truncates requests and answers,
-repeats requests and lists late (``pip install -e '.[store-server]'``).
+repeats requests and returns late listings (``pip install -e '.[store-server]'``).
 """
 
 import argparse
@@ -68,7 +68,7 @@ from hooktrain.checkpoint.loading import read_checkpoint
 from hooktrain.checkpoint.store import Store
 from hooktrain.events import load_json_metrics
 
-# What the core logs or raises, as a test holds.
+# Texts that the core logs or raises; a test checks that it does.
 ROWS_ARE_LOST = (b"NOT WRITTEN", b"METRICS ARE LOST")
 BEST_IS_REFUSED = b"the next better model is saved"
 NOT_IN_THE_STORE = b"NOT IN THE STORE"
@@ -102,7 +102,7 @@ MACHINE_FAULTS = {
     "the machine is lost, and the store was slow": 2,
     "the machine is lost, and the store has a damaged checkpoint": 1,
     "a request to the store fails": 2,
-    "another machine goes on with the run": 2,
+    "another machine continues the run": 2,
 }
 
 S3_FAULTS = {
@@ -377,7 +377,7 @@ class LostMachines(Campaign):
         return None
 
     def comparable(self, outcome: Any, variant: Variant) -> Any:
-        """With different numbers of ranks only the samples are the same.
+        """Only the data and the rows' iterations, if the number of ranks has changed.
 
         In detectron2's order of hooks the final evaluation comes after the last upload.
         """
@@ -459,7 +459,7 @@ class LostMachines(Campaign):
         return code
 
     def left(self, folder: Path, variant: Variant) -> list[str]:
-        """Also the files that the pointer of the store does not name."""
+        """See the base class. Also the files that the pointer of the store does not name."""
         there = names_in(variant.store)
         named = set(there[-1:])  # the pointer
         for saved in named_in(variant.store):
@@ -467,7 +467,7 @@ class LostMachines(Campaign):
         return super().left(folder, variant) + sorted(named.symmetric_difference(there))
 
     def forget(self, folder: Path, variant: Variant) -> None:
-        """Also the store, and the log of the other machine."""
+        """See the base class. Also the store, and the log of the other machine."""
         super().forget(folder, variant)
         system, root = fsspec.url_to_fs(variant.store)
         system.rm(root, recursive=True)
@@ -524,7 +524,7 @@ class S3Machines(LostMachines):
     def disturb(
         self, folder: Path, variant: Variant, fault: str, seconds: float, draw: Any
     ) -> tuple[int, bool]:
-        """See the base class; a request that was sent again counts too."""
+        """See the base class. A request that was repeated counts too."""
         code, hit = super().disturb(folder, variant, fault, seconds, draw)
         proxy = self._proxies[variant.store]
         hit |= proxy.struck > 0
@@ -532,7 +532,7 @@ class S3Machines(LostMachines):
         return code, hit
 
     def forget(self, folder: Path, variant: Variant) -> None:
-        """Also the proxy."""
+        """See the base class. Also closes the proxy."""
         super().forget(folder, variant)
         self._proxies.pop(variant.store).close()
 

@@ -146,7 +146,7 @@ class Follower:
         return best
 
     def follow(self) -> None:
-        """Evaluate until the final checkpoint of the run has been evaluated. Collective."""
+        """Evaluate checkpoints, up to and including the final one. Collective."""
         while True:
             found, is_over = on_main_process(self._choose)
             if is_over:
@@ -255,7 +255,7 @@ class Follower:
             on_main_process(partial(shutil.rmtree, self.reading, ignore_errors=True))
         trainer = content.get("trainer", {})
         if "seed" not in trainer:
-            raise ValueError(f"{found.name} lacks the state of a trainer of hooktrain")
+            raise ValueError(f"{found.name} lacks the state of a hooktrain trainer")
         if self.ema:
             if "EMA" not in trainer["hooks"]:
                 raise ValueError(
@@ -312,7 +312,7 @@ class Follower:
                 file.write(str(run_id).encode())
         elif path.read_text() != str(run_id):
             raise ValueError(
-                f"{self.folder} has the rows of another run: give another folder by --eval-dir"
+                f"{self.folder} has the rows of another run: choose another by --eval-dir"
             )
 
     def _keep_best(
@@ -322,7 +322,7 @@ class Follower:
         metric = self.metric
         if metric not in results:
             raise ValueError(
-                f"the evaluation gives no {metric!r}, which is train.best_metric"
+                f"the evaluation returns no {metric!r}, which is train.best_metric"
                 f"{did_you_mean(str(metric), results)}"
             )
         value = results[metric]
@@ -367,7 +367,7 @@ class Follower:
 
 
 def follow(cfg: Any, args: argparse.Namespace) -> None:
-    """Evaluate each new checkpoint of a run, until its final one is done. Collective.
+    """Evaluate each new checkpoint of a run, up to and including the final one. Collective.
 
     Args:
         cfg: the configuration of the run.

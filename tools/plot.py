@@ -171,7 +171,7 @@ def read_run(run: Path) -> dict[str, Points]:
                     left_out.setdefault(name, (value, iteration, file))
     for name, (value, iteration, file) in left_out.items():
         what = f"{name!r} is {value!r:.80} in iteration {iteration}"
-        print(f"{file}: left out, since it is no number: {what}", file=sys.stderr)
+        print(f"{file}: skipped, since it is not a number: {what}", file=sys.stderr)
     # The run and the process beside it may both have evaluated a checkpoint.
     return {name: sorted({*points[name]}) for name in points}
 
@@ -182,7 +182,7 @@ def refuse_other_file(file: Path) -> None:
         is_of_metrics = any(b'"iteration"' in line for line in lines)
     if not is_of_metrics:
         raise ValueError(
-            f"{str(file)!r} has no line of JSON with an 'iteration' and metrics: give the folder "
+            f"{str(file)!r} has no line of JSON with an 'iteration' and metrics: pass the folder "
             "of a run, or its metrics.json"
         )
 

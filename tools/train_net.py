@@ -4,8 +4,8 @@ One process:        python tools/train_net.py --config-file configs/digits_cnn.p
 Two processes:      torchrun --nproc-per-node=2 tools/train_net.py --config-file ...
 After a stop:       add --resume to continue; without a checkpoint it starts from the beginning,
                     so the same command can be submitted again and again.
-Beside a run:       --eval-only --follow evaluates each of its checkpoints.
-Test it:            --dry-run makes two iterations, and estimates the time of the whole run;
+Beside a run:       --eval-only --follow evaluates each of its checkpoints. Test it: --dry-run runs
+two iterations, and estimates the time of the whole run;
                     --dry-run --ranks 64 --device-memory 80GiB estimates the memory and the
                     messages of one of 64 ranks; --print-config prints the configuration.
 """
@@ -86,7 +86,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.prog = COMMAND or parser.prog
     best = "with --eval-only: evaluate the best model of the run's folder"
     parser.add_argument("--best", action="store_true", help=best)
-    dry = "make two iterations, to check that the run works and how fast it is"
+    dry = "run two iterations, to check that the run works and how fast it is"
     parser.add_argument("--dry-run", action="store_true", help=dry)
     ranks = "with --dry-run: estimate the memory and messages of one of N ranks instead"
     parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
@@ -326,7 +326,8 @@ def evaluate_checkpoint(cfg: Any, resume: bool, best: bool) -> dict[str, Any]:
         load_whole(checkpointer, cfg.train.init_checkpoint)
     else:
         logger.warning(
-            "Evaluating initial weights; for others use --resume, --best or train.init_checkpoint"
+            "Evaluating the initial weights; for others use --resume, --best or "
+            "train.init_checkpoint"
         )
     results = evaluate(cfg, model)
     print_csv_format(results)
@@ -357,7 +358,7 @@ def load_beside_a_run(
         except (OSError, CorruptCheckpointError):  # the same on every rank
             if comm.on_main_process(find) == found:
                 raise
-            logger.info("The run has replaced it meanwhile: reading the new one")
+            logger.info("The run has replaced the checkpoint: reading the new one")
 
 
 def load_best(checkpointer: Checkpointer) -> None:
@@ -393,7 +394,7 @@ def load_whole(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
     content = checkpointer.read(path)
     found = load_model_state(checkpointer.model, content["model"])
     if found.missing_keys or found.incorrect_shapes:
-        raise ValueError(f"{path} is of another model: {found}")
+        raise ValueError(f"{path} is from another model: {found}")
     return content
 
 
@@ -523,5 +524,5 @@ if __name__ == "__main__":
     except Exception as error:
         if args.log_level == "debug":
             raise
-        logger.debug("The run ends by an error", exc_info=True)  # for log.txt
+        logger.debug("The run ended with an error", exc_info=True)  # for log.txt
         raise SystemExit(f"{parser.prog}: {in_short(error)}") from None

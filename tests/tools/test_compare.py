@@ -318,10 +318,10 @@ def test_a_trace_is_no_run_and_is_not_written_twice(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give RUN_A, or --traces A B"),
-        (["{run}", "--traces", "a", "b"], "give RUN_A, or --traces A B"),
+        ([], "pass RUN_A, or --traces A B"),
+        (["{run}", "--traces", "a", "b"], "pass RUN_A, or --traces A B"),
         (["{run}", "--trace", "a"], "--trace comes first"),
-        (["{run}"], "give RUN_B, or --with"),
+        (["{run}"], "pass RUN_B, or --with"),
         (
             ["{run}", "{run}", "--from-checkpoint", "model_final.pth"],
             "for a run and itself",

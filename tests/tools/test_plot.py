@@ -125,8 +125,8 @@ def test_rows_of_other_writers_are_read(
     file.write_text("\n".join(map(json.dumps, rows)))
     assert plot.read_run(run) == {"total_loss": [(1, 2.0), (3, 1.0)], "acc": [(3, 0.5)]}
     assert capsys.readouterr().err.splitlines() == [
-        f"{file}: left out, since it is no number: 'text' is 'abc' in iteration 1",
-        f"{file}: left out, since it is no number: 'lr' is [1, 2] in iteration 1",
+        f"{file}: skipped, since it is not a number: 'text' is 'abc' in iteration 1",
+        f"{file}: skipped, since it is not a number: 'lr' is [1, 2] in iteration 1",
     ]
     assert plot.main([str(run), "--text"]) == 0
 
