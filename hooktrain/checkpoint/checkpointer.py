@@ -37,7 +37,7 @@ from hooktrain.utils.file_io import (
     unlock_folder,
 )
 from hooktrain.utils.names import State, as_list, did_you_mean, states_of
-from hooktrain.utils.tensors import full_tensors, weight_norm
+from hooktrain.utils.tensors import full_tensors, norm_of
 
 # A launcher ends the other ranks 10 s after one has failed.
 _GIVE_UP_SECONDS = 5.0
@@ -103,7 +103,9 @@ class Checkpointer:
         for name, checkpointable in checkpointables.items():
             self.add_checkpointable(name, checkpointable)
         self.saved_iteration: int | None = None
-        self._resumed_norm = 0.0  # of the weights after a resume, until the run begins
+        # From a resume until the run begins: the weights to train, and their norm.
+        self._trained: list[nn.Parameter] = []
+        self._norm = 0.0
         self.run_files: RunFiles = tuple
         self._store = Store(store, self.save_dir) if store and self.save_dir else None
         self._worker = BackgroundWorker("checkpoint")
@@ -149,12 +151,12 @@ class Checkpointer:
             OSError: if the folder cannot be created, or the store fails.
         """
         self.check_states()
-        norm, self._resumed_norm = self._resumed_norm, 0.0
-        if norm and not isclose(norm, weight_norm(self.model), rel_tol=1e-5):
+        if not isclose(self._norm, norm_of(self._trained), rel_tol=1e-5):
             self.logger.warning(
                 "The weights have changed since the run was resumed: initialise the model, or load "
                 "pretrained weights, before resume_or_load()"
             )
+        self._trained, self._norm = [], 0.0
         if not (self.save_to_disk and self.save_dir):
             return
         os.makedirs(self.save_dir, exist_ok=True)
@@ -436,7 +438,8 @@ class Checkpointer:
         if checkpointables is None:
             checkpointables = self.checkpointables
         others = self._restore(*found, checkpointables, strict)
-        self._resumed_norm = weight_norm(self.model)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._norm = norm_of(self._trained)
         return others
 
     def _restore(

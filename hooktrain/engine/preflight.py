@@ -23,7 +23,7 @@ from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import is_loss, names_used
-from hooktrain.utils.tensors import checksum, compute_device, weight_norm
+from hooktrain.utils.tensors import checksum, compute_device, norm_of
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
     if comm.get_world_size() == 1:
         return
     # Host-device synchronisation, as for the checksums.
-    norm = 0.0 if is_sharded else weight_norm(model)
+    norm = 0.0 if is_sharded else norm_of(trainable(model).values())
     checksums = {}
     # DistributedDataParallel may send the first rank's buffers before each forward pass.
     if not getattr(model, "broadcast_buffers", False):

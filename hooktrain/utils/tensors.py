@@ -83,10 +83,10 @@ def checksum(tensor: Tensor) -> int:
     return crc32(numbers)
 
 
-def weight_norm(model: nn.Module) -> float:
-    """The norm of a model's trainable weights; of this rank's shards if they are sharded."""
-    trained = [local_tensor(p) for p in model.parameters() if p.requires_grad]
-    return float(nn.utils.get_total_norm(trained))  # host-device synchronisation
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """The norm of all tensors together; of this rank's shards if they are sharded."""
+    local = [*map(local_tensor, tensors)]
+    return float(nn.utils.get_total_norm(local))  # host-device synchronisation
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -504,7 +504,11 @@ def moved(model: nn.Module) -> None:
     model.double().float()
 
 
-@pytest.mark.parametrize("change", [swapped, moved])
+def unfrozen(model: nn.Module) -> None:
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [swapped, moved, unfrozen])
 def test_the_same_weights_after_a_resume_are_not_told(
     change: Callable[[nn.Module], object], tmp_path: Path
 ) -> None:
