@@ -137,7 +137,7 @@ def test_another_order_of_samples_is_named_by_the_batch(
     code, printed = tool(run, changed("dataloader.train.seed=7"))
     assert code == 1, printed
     assert "B dataloader.train.seed = 7" in printed
-    assert "begin at the beginning" in printed
+    assert "start from the beginning" in printed
     assert "Iteration 0 is the first that differs in\n  input of the model: " in printed
 
 
@@ -212,7 +212,7 @@ def test_a_row_that_no_step_explains_is_said(
     code, printed = tool(run, other)
     assert code == 2
     assert "Computed again, iterations 0 to 3 are equal in every bit" in printed
-    assert "by what is not computed in a step" in printed
+    assert "The cause of the difference is outside the steps" in printed
 
 
 SCRIPT = """

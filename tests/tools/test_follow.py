@@ -389,7 +389,7 @@ def test_a_run_whose_final_checkpoint_is_deleted_is_over(
         follow_here(load_tool("follow"), config, run)
 
 
-@pytest.mark.parametrize("method", ["look", "fetch"])
+@pytest.mark.parametrize("method", ["list_entries", "fetch"])
 def test_a_store_that_does_not_answer_is_asked_again(
     method: str,
     config: Path,
@@ -404,8 +404,8 @@ def test_a_store_that_does_not_answer_is_asked_again(
 
     def fail_at_first(self: Store, *args: Any) -> Any:
         calls.append(method)
-        # The first look of all has to succeed.
-        if len(calls) == 1 + (method == "look"):
+        # The first request of all has to succeed.
+        if len(calls) == 1 + (method == "list_entries"):
             raise RuntimeError("no route to host")
         return original(self, *args)
 
