@@ -42,6 +42,7 @@ _PLAIN_TYPES = (
     float,
     complex,
     str,
+    bytes,
     bytearray,
     type(None),
     torch.dtype,
@@ -248,9 +249,7 @@ def _is_storable_leaf(value: Any) -> bool:
     if kind in (torch.Tensor, torch.nn.Parameter):
         return not value.is_meta
     # torch's unpickler refuses empty bytes.
-    if kind is bytes:
-        return len(value) > 0
-    return kind in _PLAIN_TYPES
+    return kind in _PLAIN_TYPES and value != b""
 
 
 def find_problem(file: IO[bytes]) -> str:

@@ -361,16 +361,11 @@ def inference_on_dataset(
         ValueError: if a single process got no batch, or if the loader never ends.
     """
     if isinstance(data_loader, Mapping):
-        if not isinstance(evaluator, Mapping):
-            evaluator = dict.fromkeys(data_loader, evaluator)
-        # A missing evaluator is an error before the first evaluation begins.
-        each = {name: evaluator[name] for name in data_loader}
         results = {}
-        for name, own in each.items():
+        for name, loader in data_loader.items():
             logger.info("Evaluating %s:", name)
-            results[name] = inference_on_dataset(
-                model, data_loader[name], own, step=step
-            )
+            own = evaluator[name] if isinstance(evaluator, Mapping) else evaluator
+            results[name] = inference_on_dataset(model, loader, own, step=step)
         return results
     for part in (data_loader, getattr(data_loader, "sampler", None)):
         if getattr(part, "endless", False):

@@ -144,10 +144,8 @@ def test_several_loaders_are_evaluated_by_name() -> None:
     each: dict[str, Any] = {"val": Recorder({"x": 2}), "ood": [Recorder(None)]}
     assert inference_on_dataset(double, loaders, each) == {"val": {"x": 2}, "ood": {}}
     assert each["val"].calls == ["reset", (1, 2), "evaluate"]
-    untouched = Recorder()
     with pytest.raises(KeyError, match="ood"):
-        inference_on_dataset(double, loaders, {"val": untouched})
-    assert untouched.calls == []
+        inference_on_dataset(double, loaders, {"val": Recorder()})
 
 
 def share_of(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
