@@ -26,8 +26,8 @@ class MapDataset(Dataset[Any]):
             not forked import it by its name, so it cannot be a lambda there.
     """
 
-    def __new__(cls, dataset: Any, map_func: Mapper) -> Any:
-        """Choose the class by the kind of data set."""
+    def __new__(cls, dataset: Any = None, map_func: Any = None) -> Any:
+        """Choose the class by the kind of data set; a pickle is loaded without arguments."""
         if isinstance(dataset, IterableDataset) and cls is not MapIterableDataset:
             return MapIterableDataset(dataset, map_func)
         return super().__new__(cls)
@@ -35,9 +35,6 @@ class MapDataset(Dataset[Any]):
     def __init__(self, dataset: Any, map_func: Mapper) -> None:
         self.dataset = dataset
         self.map_func = map_func
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.dataset, self.map_func
 
     def __len__(self) -> int:
         return len(self.dataset)
