@@ -93,8 +93,8 @@ class MetricEvaluator(DatasetEvaluator):
         target_key: the key of the targets if a batch is a dict, otherwise their index.
         whole: whether the function is called once, with the outputs and targets of all batches of
             all ranks, on the CPU of the main process. This is required for a metric that is not a
-            mean over the samples, such as F1, R2, AUC or a correlation. The outputs, and likewise
-            the targets, must be tensors, which are concatenated, or lists, which are chained.
+            mean over the samples, such as F1, R2, AUC or a correlation. Tensors are concatenated,
+            also those in dicts and tuples, and lists are chained.
 
     The result has the name of the function, or of the object's class. To name several objects, use
     torchmetrics' ``MetricCollection({"top1": ..., "top5": ...})``.
@@ -185,9 +185,7 @@ class _Whole(_Mean):
         # A host-device synchronisation, once an evaluation.
         own = to_device(self._batches, torch.device("cpu"))
         batches = [*chain.from_iterable(comm.all_gather(own))]
-        return comm.on_main_process(
-            lambda: self._metric(*map(_joined, zip(*batches, strict=True)))
-        )
+        return comm.on_main_process(lambda: self._metric(*_joined(batches)))
 
 
 def _number_of_samples(outputs: Any, targets: Any) -> int:
@@ -232,9 +230,14 @@ def _warn_of_no_mean(
 
 def _joined(parts: Any) -> Any:
     """Concatenate the values of several batches."""
-    if isinstance(parts[0], list):
-        return [*chain.from_iterable(parts)]
-    return torch.cat(parts)
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        return [_joined(each) for each in zip(*parts, strict=True)]
+    return [*chain.from_iterable(parts)]
 
 
 def _check_metric(metric: Any) -> None:

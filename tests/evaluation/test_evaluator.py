@@ -503,21 +503,23 @@ def test_a_sampler_that_gives_each_rank_as_many_samples_is_told(
     assert of_ranks == [[(count, 1), (28, 0)]] * 3
 
 
-def test_the_whole_has_the_tensors_and_lists_of_all_batches() -> None:
+def test_the_whole_has_the_structure_of_a_batch() -> None:
     seen = []
 
     def metric(outputs: Any, targets: Any) -> float:
         seen.append((outputs, targets))
         return 0.5
 
+    def outputs_of(batch: Any) -> Any:
+        return batch[0], {"double": batch[0] * 2}
+
     loader = [(torch.tensor([1.0, 2.0]), ["a", "b"]), (torch.tensor([3.0]), ["c"])]
     whole = MetricEvaluator(metric, whole=True)
-    assert inference_on_dataset(lambda b: b[0], loader, whole) == {"metric": 0.5}
-    [(outputs, targets)] = seen
+    assert inference_on_dataset(outputs_of, loader, whole) == {"metric": 0.5}
+    [((outputs, more), targets)] = seen
     assert outputs.tolist() == [1, 2, 3]
+    assert more["double"].tolist() == [2, 4, 6]
     assert targets == ["a", "b", "c"]
-    with pytest.raises(TypeError, match="dict"):
-        inference_on_dataset(lambda b: {"y": b[0]}, loader, whole)
 
 
 @pytest.mark.parametrize("missing", ["reset", "process"])
