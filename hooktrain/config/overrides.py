@@ -81,13 +81,11 @@ def _find(cfg: ConfigDict, node: Any, part: str, override: str) -> Any:
         return found
     if override.startswith("+") and isinstance(node, dict):
         return part
-    hint = did_you_mean(part, known_keys(container))
-    # Suggest longer paths: dataloader.train.total_batch_size ends in batch_size.
+    # Longer paths come first: dataloader.train.total_batch_size ends in batch_size.
     lines = dotted_lines(to_data(cfg), "")
     paths = [line.partition(" = ")[0] for line in lines]
     elsewhere = [path for path in paths if path.endswith(part)]
-    if elsewhere:
-        hint = f"; there is {', '.join(elsewhere)}"
+    hint = did_you_mean(part, elsewhere or known_keys(container))
     # A new key in a call is an argument, and a new key at the top may be hooks or writers. In any
     # other dict it would have no effect.
     if container is cfg or "_target_" in known_keys(container):
