@@ -35,7 +35,7 @@ from hooktrain.checkpoint.files import (
     MANIFEST,
     STATE,
     CorruptCheckpointError,
-    find_problem,
+    check_container,
     is_folder,
     load_file,
     reading,
@@ -201,9 +201,7 @@ def read_container(path: Path, begin: int, length: int) -> Tensor:
     with open(path, "rb") as file:
         file.seek(begin)
         container = io.BytesIO(file.read(length))
-    problem = find_problem(container)
-    if problem:
-        raise ValueError(problem)
+    check_container(container)
     container.seek(0)
     numbers: Tensor = torch.load(container, weights_only=True)
     return numbers

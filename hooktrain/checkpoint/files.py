@@ -122,11 +122,7 @@ def verify_file(path: AnyPath) -> None:
         _load_safetensors(path, "cpu")  # reads no data, and refuses a truncated file
         return
     with open(path, "rb") as file, reading(path):
-        problem = find_problem(file)
-        if problem:
-            raise CorruptCheckpointError(
-                f"{path} is not an intact checkpoint: {problem}"
-            )
+        check_container(file)
 
 
 def load_file(path: AnyPath, map_location: Device = "cpu") -> Any:
@@ -252,30 +248,34 @@ def _is_storable_leaf(value: Any) -> bool:
     return kind in _PLAIN_TYPES and value != b""
 
 
-def find_problem(file: IO[bytes]) -> str:
-    """The problem with an open torch file, or "". All checksums in it are compared, if any.
+def check_container(file: IO[bytes]) -> None:
+    """Check the structure of an open torch file, and compare all checksums in it, if any.
 
     Args:
         file: the file, at its beginning.
+
+    Raises:
+        ValueError: if it is not intact; other errors of :mod:`zipfile`.
     """
     start = file.read(len(_LEGACY_MAGIC))
     if start == _LEGACY_MAGIC:
-        return ""
+        return
     if not start.startswith(b"PK"):
-        return f"it begins with {start[:8]!r}, unlike a file of torch.save"
+        raise ValueError(f"it begins with {start[:8]!r}, unlike a file of torch.save")
     with zipfile.ZipFile(file) as container:
         parts = container.infolist()
         for part in parts:
             if part.compress_type != zipfile.ZIP_STORED:
-                return f"{part.filename} is compressed, and might fill the memory"
+                raise ValueError(
+                    f"{part.filename} is compressed, and might fill the memory"
+                )
             # torch would read nothing, and leave the tensor uninitialised.
             if part.external_attr & 0x10:
-                return f"{part.filename} is marked as a folder"
+                raise ValueError(f"{part.filename} is marked as a folder")
         if any(part.CRC for part in parts):
             altered = container.testzip()
             if altered:
-                return f"the checksum of its part {altered!r} does not match"
-    return ""
+                raise ValueError(f"the checksum of its part {altered!r} does not match")
 
 
 def _reason(error: Exception) -> str:
