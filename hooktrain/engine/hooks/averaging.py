@@ -84,6 +84,10 @@ class EMA(HookBase):
                 "decay or begin_iter=%d, or pass warmup=True",
                 self.begin_iter,
             )
+        logger.info(
+            "Evaluations outside EMA.swap() see the raw weights, and the best model has these "
+            "unless its metric is named ema/..."
+        )
 
     def after_step(self) -> None:
         """Update the average with the new weights."""

@@ -270,21 +270,15 @@ def find_average(metric: str, hooks: Iterable[HookBase]) -> EMA | None:
     Raises:
         ValueError: if there is no such hook, or if there are several.
     """
+    if not metric.startswith("ema/"):
+        return None
     averages = [hook for hook in hooks if isinstance(hook, EMA)]
-    if metric.startswith("ema/"):
-        if len(averages) != 1:
-            raise ValueError(
-                f"{metric!r} is a metric of averaged weights, which needs one registered hook EMA "
-                f"(train.ema.enabled in a configuration), not {len(averages)}"
-            )
-        return averages[0]
-    if averages:
-        logger.info(
-            "The best model has the raw weights, chosen by %r: to save averaged weights, use a "
-            "metric named ema/...",
-            metric,
+    if len(averages) != 1:
+        raise ValueError(
+            f"{metric!r} is a metric of averaged weights, which needs one registered hook EMA "
+            f"(train.ema.enabled in a configuration), not {len(averages)}"
         )
-    return None
+    return averages[0]
 
 
 class BestCheckpointer(HookBase):

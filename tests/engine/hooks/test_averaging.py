@@ -1,4 +1,5 @@
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -63,6 +64,16 @@ def test_an_average_that_has_hardly_begun_when_the_run_ends_is_told_at_the_start
     trainer.train(max_iter=10)
     assert len(caplog.messages) == is_told
     assert all("before the average" in message for message in caplog.messages)
+
+
+def test_the_log_says_which_weights_an_evaluation_sees(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    trainer.register_hooks([EMA(trainer.model)])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(max_iter=2)
+    assert "Evaluations outside EMA.swap() see the raw weights" in caplog.text
 
 
 def registered(ema: EMA, trainer: SimpleTrainer) -> None:
