@@ -32,7 +32,7 @@ its operators are missing; take both from the same index.
 
 from operator import mul
 
-import pycocotools  # If it is missing, that is said before the training.
+import pycocotools  # If it is missing, the run ends before the training.
 import torch
 from torchvision.models import detection
 
@@ -83,7 +83,7 @@ dataloader = dict(
     evaluator=L(CocoEvaluator)(annotations=_val_annotations),
 )
 
-# A batch of another size has another rate.
+# The learning rate scales with the batch size.
 optimizer.lr = L(mul)(BASE_LR / TOTAL_BATCH, "${dataloader.train.total_batch_size}")
 optimizer.nesterov = False
 optimizer.weight_decay = 1e-4

@@ -5,7 +5,7 @@ finds are in samples/ of the output folder, and in TensorBoard. It needs pycocot
 pip install 'hooktrain[detection]'.
 """
 
-import pycocotools  # If it is missing, that is said before the training.
+import pycocotools  # If it is missing, the run ends before the training.
 
 from hooktrain.config import LazyCall as L
 from hooktrain.data import build_test_loader, build_train_loader

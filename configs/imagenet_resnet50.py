@@ -85,7 +85,7 @@ dataloader = dict(
     ),
 )
 
-# A batch of another size has another rate.
+# The learning rate scales with the batch size.
 optimizer.lr = L(mul)(BASE_LR / BASE_BATCH, "${dataloader.train.total_batch_size}")
 optimizer.weight_decay = WEIGHT_DECAY
 optimizer.params.weight_decay_bias = 0.0

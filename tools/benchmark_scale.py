@@ -526,24 +526,24 @@ def main(arguments: list[str] | None = None) -> None:
     ranks.add_argument("--losses", type=int, nargs="+", default=[1, 10, 100])
     ranks.add_argument("--rounds", type=int, default=25)
     ranks.add_argument("--iterations", type=int, default=500)
-    saves = commands.add_parser("checkpoint", help="what a checkpoint of a size costs")
+    saves = commands.add_parser("checkpoint", help="the cost of a checkpoint")
     saves.add_argument("--gigabytes", type=float, default=1.0)
     saves.add_argument("--rounds", type=int, default=5)
     saves.add_argument(
         "--folder", help="on the disk to measure; a temporary one by default"
     )
-    indices = commands.add_parser("index", help="what the index of a folder costs")
+    indices = commands.add_parser("index", help="the cost of a folder's index")
     indices.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
     indices.add_argument("--tensors", type=int, default=900)
     turns = commands.add_parser("saves", help="compare two revisions")
     turns.add_argument("revisions", nargs=2)
     turns.add_argument("--megabytes", type=float, default=200)
     turns.add_argument("--rounds", type=int, default=8)
-    samplers = commands.add_parser("sampler", help="what choosing samples takes")
+    samplers = commands.add_parser("sampler", help="the cost of choosing samples")
     samplers.add_argument(
         "--samples", type=int, nargs="+", default=[10**6, 10**7, 10**8]
     )
-    files = commands.add_parser("connections", help="which files real ranks open")
+    files = commands.add_parser("connections", help="the open files of real ranks")
     files.add_argument("--worlds", type=int, nargs="+", default=[8, 32, 64])
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)

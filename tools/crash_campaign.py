@@ -452,7 +452,7 @@ class LostMachines(Campaign):
             system.pipe_file(path, bytes(content))
 
     def last_run(self, folder: Path, variant: Variant) -> int:
-        """Start the run to its end; afterwards only its files in the store count."""
+        """Run to the end; afterwards only the files in the store count."""
         code = super().last_run(folder, variant)
         shutil.rmtree(folder)
         next(Store(variant.store, folder).names_to_resume([]), None)
@@ -554,7 +554,7 @@ def named_in(store: str) -> Any:
 
 
 def preload_forkserver(*further: str) -> None:
-    """Let the fork server import what each run needs, and wait for it."""
+    """Let the fork server import the modules that each run needs, and wait for it."""
     modules = (
         "torch._dynamo",
         "torch.utils.tensorboard",

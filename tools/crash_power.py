@@ -297,7 +297,7 @@ class Disk:
         return number, name
 
     def record(self, kind: str, path: str, inode: int, size: int, target: str) -> None:
-        """Enter a change of the list of a :class:`Recorder`."""
+        """Record a change from the list of a :class:`Recorder`."""
         if path == str(self._folder):
             number: int | None = 0
         else:
@@ -309,7 +309,7 @@ class Disk:
         elif number is None:
             if kind in ("write", "write anew", "mkdir"):
                 self._enter(Change(self._add(kind == "mkdir"), None, old))
-            return  # what is not there cannot be renamed or removed
+            return  # a missing file cannot be renamed or removed
         elif kind == "write anew":
             self.nodes[number].flushed = 0
         elif kind == "rename":
@@ -357,7 +357,7 @@ class Disk:
         return [change for change in self.changes if not change.is_safe]
 
     def missing(self) -> list[str]:
-        """The paths in the folder that no change has made. The other files get their inodes."""
+        """The paths in the folder that no change explains. The other files get their inodes."""
         missing = []
         for path in self._folder.rglob("*"):
             folder, name = self._place(str(path))

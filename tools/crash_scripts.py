@@ -405,7 +405,7 @@ def step_trainer(folder: str, variant: Variant) -> None:
     )
 
     def evaluate() -> dict[str, Any]:
-        # So that all ranks evaluate what a checkpoint holds.
+        # All ranks evaluate the buffers that a checkpoint holds.
         broadcast_buffers(strategy.model)
         return inference_on_dataset(strategy.model, test_loader(), Accuracy())
 

@@ -1,4 +1,4 @@
-"""What `train` can hold, with its defaults; hooktrain/engine/settings.py says what each is."""
+"""The settings of `train` with their defaults; hooktrain/engine/settings.py explains them."""
 
 from hooktrain.engine import train_settings
 

@@ -70,7 +70,7 @@ class Registry:
             if each in self and not force:
                 raise ValueError(
                     f"the registry {self.name!r} already has {self._objects[each]!r} as "
-                    f"{each!r}; to replace it by {module!r}, give force=True"
+                    f"{each!r}; to replace it by {module!r}, pass force=True"
                 )
         self._objects |= dict.fromkeys(names, module)
         return module

@@ -86,13 +86,13 @@ class BestCheckpointer(hooks.BestCheckpointer):
             latest = comm.broadcast(latest)
         value, measured_at = latest
         if measured_at < self.trainer.done - 1:
-            logger.warning("%r has no value of this iteration", name)
+            logger.warning("%r has no value from this iteration", name)
         else:
             self._judge(value)
 
 
 class EvalHook(hooks.EvalHook):
-    """A :class:`hooktrain.engine.hooks.EvalHook` whose function must return numbers, maybe nested.
+    """An :class:`hooktrain.engine.hooks.EvalHook` whose function must return (nested) numbers.
 
     As in detectron2 the final evaluation comes after the last iteration, and so after a
     checkpoint that is saved in it, wherever the hook is registered.

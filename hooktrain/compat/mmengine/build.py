@@ -75,7 +75,7 @@ def build_optim_wrapper(model: nn.Module | None, cfg: Any) -> Wrappers:
     if isinstance(cfg.get("optimizer"), Optimizer):
         return OPTIM_WRAPPERS.build(cfg, type=OptimWrapper)  # type: ignore[no-any-return]
     if keys.isdisjoint(cfg.keys() - {"type"}):
-        raise ValueError(f"also give 'optimizer' or 'constructor': {cfg!r}")
+        raise ValueError(f"'optimizer' or 'constructor' is missing: {cfg!r}")
     return _construct(model, dict(cfg))
 
 

@@ -206,7 +206,7 @@ class _ParamScheduler:
         """The number of steps of the range, for schedules that depend on it."""
         if self.end == INF:
             raise ValueError(
-                f"give the run's max_epochs or max_iters, or end: {self!r}"
+                f"pass the run's max_epochs or max_iters, or end: {self!r}"
             )
         return self.end - self.begin
 
@@ -370,7 +370,7 @@ class CosineAnnealingParamScheduler(_ParamScheduler):
 
     def __post_init__(self) -> None:
         if None not in (self.eta_min, self.eta_min_ratio):
-            raise ValueError(f"give eta_min or eta_min_ratio, not both: {self!r}")
+            raise ValueError(f"pass eta_min or eta_min_ratio, not both: {self!r}")
         super().__post_init__()
 
     def _share(self, k: int) -> float:

@@ -135,7 +135,7 @@ class EvalHook(HookBase):
                 outcome.set_exception(error)
                 patience = _PATIENCE_SECONDS
             # Ranks may take very different times to evaluate. They wait for each other here, so
-            # that the stack of a waiting rank shows what it is waiting for.
+            # that the stack of a waiting rank shows the reason.
             if not _wait_for_all_ranks(patience):
                 outcome.result()
         try:

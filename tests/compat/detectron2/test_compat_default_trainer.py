@@ -424,7 +424,7 @@ def test_the_best_model_is_looked_for_where_a_period_ends_and_at_the_end(
     trainer.train(0, 5)
     # At iterations 1 and 3, where periods end, and at the end.
     assert (best.checks, best.best_metric, best.best_iter) == (3, 3.0, 3)
-    assert caplog.text.count("'AR' has no value of this iteration") == 3
+    assert caplog.text.count("'AR' has no value from this iteration") == 3
     assert load_file(tmp_path / "model_best.pth")["iteration"] == 3
 
 
