@@ -178,7 +178,8 @@ class LRScheduler(HookBase):
         kind = type(scheduler).__name__
         steps = (self.trainer.max_iter - self.trainer.start_iter) // period
         logger.info(
-            "%s takes %d steps in this run; iterations per step: %d (by_epoch=%s)",
+            "%s takes %d steps in this run; iterations per step: %d (by_epoch=%s; True "
+            "counts epochs)",
             kind,
             steps,
             period,

@@ -121,7 +121,7 @@ def test_the_log_says_how_many_steps_a_scheduler_takes_and_if_a_cosine_goes_up_a
 ) -> None:
     train_two_epochs(schedule, by_epoch, caplog)
     assert f" takes {steps} steps in this run" in caplog.text
-    assert f"(by_epoch={by_epoch})" in caplog.text
+    assert f"(by_epoch={by_epoch}; True counts epochs)" in caplog.text
     assert ("rises again after T_max=2 steps" in caplog.text) is is_wave
 
 
