@@ -181,10 +181,7 @@ class CheckpointFolder(CheckpointFile):
                     )
 
     def read(
-        self,
-        model: nn.Module | None = None,
-        map_location: Device = "cpu",
-        key: str = "",
+        self, model: nn.Module | None = None, map_location: Device = "cpu"
     ) -> State:
         """Load the verified folder. Not collective. Runs no code that a file may hold.
 
@@ -194,7 +191,6 @@ class CheckpointFolder(CheckpointFile):
                 their averages, and optimizer states. All other tensors are read in full.
             map_location: the device of tensors that are read in full. On ``"meta"`` they have no
                 data.
-            key: see :func:`hooktrain.checkpoint.load_checkpoint`.
 
         Raises:
             CorruptCheckpointError: if it asks to run code, or was not written by
@@ -220,7 +216,7 @@ class CheckpointFolder(CheckpointFile):
             if torch.device(map_location).type != "meta":
                 state = map_leaves(allocate, state)
                 _read_tensors(tensors, folder)
-        return with_model(state, folder, key)
+        return with_model(state, folder)
 
 
 @torch.no_grad()
