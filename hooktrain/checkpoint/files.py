@@ -327,7 +327,10 @@ class CheckpointFile:
             verify_file(self.path)
 
     def read(
-        self, model: nn.Module | None = None, map_location: Device = "cpu"
+        self,
+        model: nn.Module | None = None,
+        map_location: Device = "cpu",
+        key: str = "",
     ) -> State:
         """Load the verified file, with the model's state under ``"model"``. Not collective.
 
@@ -336,13 +339,14 @@ class CheckpointFile:
                 of which a rank takes a shard, stay in the mapped file. All others are copied into
                 memory, since the object that loads them may keep them.
             map_location: the device on which the tensors arrive.
+            key: see :func:`hooktrain.checkpoint.load_checkpoint`.
 
         Raises:
             CorruptCheckpointError: if it is broken, or holds no model state.
         """
         mapped = model is not None or map_location == "meta"
         content = load_verified(self.path, map_location, mapped=mapped)
-        state = with_model(content, self.path)
+        state = with_model(content, self.path, key)
         return state if model is None else _copy_kept(state, shards_of(model))
 
 
@@ -362,7 +366,7 @@ def _copy_kept(state: State, shards: Tensors) -> State:
     return copied
 
 
-def with_model(state: Any, path: AnyPath) -> State:
+def with_model(state: Any, path: AnyPath, key: str = "") -> State:
     """The content of a checkpoint, with the model's state under ``"model"``.
 
     Files of MMEngine and Lightning have it under ``"state_dict"``. A bare state dict (tensors by
@@ -371,13 +375,14 @@ def with_model(state: Any, path: AnyPath) -> State:
     Args:
         state: the content.
         path: the path that it was read from, for the error.
+        key: the name of the model's state, if it is another one.
 
     Raises:
         CorruptCheckpointError: if it holds no model state.
     """
     content = state if isinstance(state, dict) else {}
     dicts = [name for name in content if isinstance(content[name], dict)]
-    for name in ("model", "state_dict"):
+    for name in [key] if key else ["model", "state_dict"]:
         if name in dicts:
             rest = {
                 each: content[each] for each in content if each not in (name, "model")
@@ -385,10 +390,10 @@ def with_model(state: Any, path: AnyPath) -> State:
             return {"model": content[name], **rest}
     # The extra state of a module may be anything (Module.get_extra_state).
     names = [name for name in content if not str(name).endswith("_extra_state")]
-    if names and all(torch.is_tensor(content[name]) for name in names):
+    if names and not key and all(torch.is_tensor(content[name]) for name in names):
         return {"model": content}
     raise CorruptCheckpointError(
-        f"{path} is not a checkpoint: it has no 'model' and no 'state_dict', and is not a dict of "
-        f"tensors, but {reprlib.repr(state)}. If the weights have another name, use "
-        f"load_model_state(model, load_file(path)[name]) with one of {dicts}"
+        f"{path} is not a checkpoint: it has no {key or 'model'!r} and no 'state_dict', and is not "
+        f"a dict of tensors, but {reprlib.repr(state)}. If the weights have another name, use "
+        f"load_checkpoint(..., key=...) with one of {dicts}"
     )

@@ -181,7 +181,10 @@ class CheckpointFolder(CheckpointFile):
                     )
 
     def read(
-        self, model: nn.Module | None = None, map_location: Device = "cpu"
+        self,
+        model: nn.Module | None = None,
+        map_location: Device = "cpu",
+        key: str = "",
     ) -> State:
         """Load the verified folder. Not collective. Runs no code that a file may hold.
 
@@ -191,6 +194,7 @@ class CheckpointFolder(CheckpointFile):
                 their averages, and optimizer states. All other tensors are read in full.
             map_location: the device of tensors that are read in full. On ``"meta"`` they have no
                 data.
+            key: see :func:`hooktrain.checkpoint.load_checkpoint`.
 
         Raises:
             CorruptCheckpointError: if it asks to run code, or was not written by
@@ -216,7 +220,7 @@ class CheckpointFolder(CheckpointFile):
             if torch.device(map_location).type != "meta":
                 state = map_leaves(allocate, state)
                 _read_tensors(tensors, folder)
-        return with_model(state, folder)
+        return with_model(state, folder, key)
 
 
 @torch.no_grad()

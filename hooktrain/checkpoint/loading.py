@@ -56,7 +56,7 @@ def open_checkpoint(path: str) -> CheckpointFile:
     return CheckpointFile(path, seen_as, ending)
 
 
-def read_checkpoint(path: str, map_location: Device = "cpu") -> State:
+def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> State:
     """Verify and load a file or a folder; the result has the model's state under ``"model"``.
 
     Files of other libraries have it elsewhere; see :func:`hooktrain.checkpoint.files.with_model`.
@@ -65,6 +65,7 @@ def read_checkpoint(path: str, map_location: Device = "cpu") -> State:
         path: the path of the file or folder, which only this process reads.
         map_location: the device on which the tensors arrive. On ``"meta"`` they have no data, and
             only the sizes of shards in a folder are verified.
+        key: see :func:`load_checkpoint`.
 
     Raises:
         CorruptCheckpointError: if it is broken, or holds no model state.
@@ -73,7 +74,7 @@ def read_checkpoint(path: str, map_location: Device = "cpu") -> State:
     """
     checkpoint = open_checkpoint(path)
     checkpoint.verify(sizes_only=map_location == "meta")
-    return checkpoint.read(None, map_location)
+    return checkpoint.read(None, map_location, key)
 
 
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
@@ -125,6 +126,7 @@ def load_checkpoint(
     map_location: Device = "cpu",
     strict: bool = False,
     revise_keys: Renames = (),
+    key: str = "",
 ) -> State:
     r"""Load a model from a file: of this package, detectron2, MMEngine, Lightning, or torch's own.
 
@@ -134,6 +136,7 @@ def load_checkpoint(
 
     Example::
 
+        load_checkpoint(model, "swinir.pth", key="params_ema")
         load_checkpoint(model, "old.pth", revise_keys=[(r"^encoder\.", "backbone.")])
         load_checkpoint(model.backbone, "classifier.pth", revise_keys=[(r"^backbone\.", "")])
 
@@ -144,6 +147,7 @@ def load_checkpoint(
         map_location: the device of the tensors in the result.
         strict: whether to refuse a file that differs from the model.
         revise_keys: patterns and replacements; see :func:`revise_names`.
+        key: the name of the weights in the file, if it is another one, such as ``"teacher"``.
 
     Returns:
         The content of the file, with the state of the model, as it was saved, under ``"model"``.
@@ -154,7 +158,7 @@ def load_checkpoint(
         ValueError: if names cannot be revised, or nothing fits; with ``strict``, if there is a
             difference.
     """
-    content = read_checkpoint(local_path(filename), map_location)
+    content = read_checkpoint(local_path(filename), map_location, key)
     load_model_state(model, revise_names(content["model"], revise_keys), strict)
     return content
 

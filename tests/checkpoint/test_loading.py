@@ -5,7 +5,6 @@ import os
 import signal
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from hooktrain.checkpoint import (
     Checkpointer,
     CorruptCheckpointError,
     load_checkpoint,
-    load_file,
     revise_names,
 )
 from hooktrain.checkpoint.files import save_file
@@ -236,24 +234,35 @@ def test_the_model_is_found_in_files_of_all_kinds(
         assert torch.equal(model[0].weight, source[0].weight)
 
 
-def test_weights_of_another_name_are_chosen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["params_ema", "model_state_dict", "module", "net"])
+@pytest.mark.parametrize("has_model", [False, True])
+def test_weights_of_another_name_are_chosen(
+    key: str, has_model: bool, tmp_path: Path
+) -> None:
     source, target = nn.Linear(3, 2), nn.Linear(3, 2)
-    content = {"model": target.state_dict(), "teacher": source.state_dict()}
+    content: dict[str, Any] = {"epoch": 3, key: source.state_dict()}
+    if has_model:
+        content["model"] = nn.Linear(3, 2).state_dict()
     path = save(tmp_path / "a.pth", content)
-    load_model_state(target, load_file(path)["teacher"], strict=True)
+    result = load_checkpoint(target, path, strict=True, key=key)
+    assert_equal(result, {"model": source.state_dict(), "epoch": 3})
     assert torch.equal(target.weight, source.weight)
 
 
-def test_what_may_be_the_weights_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["", "teachr"])
+def test_what_may_be_the_weights_is_named(key: str, tmp_path: Path) -> None:
     state = nn.Linear(3, 2).state_dict()
     content = {"epoch": 3, "student": state, "teacher": state, "args": {"lr": 0.1}}
     path = save(tmp_path / "a.pth", content)
-    names = r"load_file\(path\).*\['student', 'teacher', 'args'\]"
-    for load in (partial(load_checkpoint, nn.Linear(3, 2)), read_checkpoint):
+    names = r"key=.*\['student', 'teacher', 'args'\]"
+    with pytest.raises(CorruptCheckpointError, match=names) as caught:
+        load_checkpoint(nn.Linear(3, 2), path, key=key)
+    assert f"no {key or 'model'!r}" in str(caught.value)
+    if not key:
         with pytest.raises(CorruptCheckpointError, match=names):
-            load(str(path))
-    with pytest.raises(CorruptCheckpointError, match=names):
-        Checkpointer(nn.Linear(3, 2)).load(path)
+            Checkpointer(nn.Linear(3, 2)).load(path)
+    with pytest.raises(CorruptCheckpointError, match="'teacher'"):
+        load_checkpoint(nn.Linear(3, 2), save(path, state), key="teacher")
 
 
 class Counting(nn.Linear):
