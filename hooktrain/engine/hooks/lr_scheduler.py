@@ -6,7 +6,11 @@ from statistics import mode
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    LambdaLR,
+    LRScheduler as TorchScheduler,
+    ReduceLROnPlateau,
+)
 
 from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import (
@@ -170,10 +174,11 @@ class LRScheduler(HookBase):
         return scheduler
 
     def _compare_length(self, scheduler: TorchScheduler, period: int) -> None:
-        """Compare the length of a torch schedule with the run; log the last rate of a LambdaLR.
+        """Compare the length of a torch schedule with the run; log where a LambdaLR ends.
 
         Raises:
-            ValueError: if the run takes more steps than the schedule has.
+            ValueError: if the run takes more steps than the schedule has, or if a LambdaLR ends
+                at a negative rate.
         """
         kind = type(scheduler).__name__
         steps = (self.trainer.max_iter - self.trainer.start_iter) // period
@@ -207,6 +212,14 @@ class LRScheduler(HookBase):
                     end,
                     name,
                     length,
+                )
+        # Not in a second run, which goes on with the schedule.
+        if steps and isinstance(scheduler, LambdaLR) and not scheduler.last_epoch:
+            factor = scheduler.lr_lambdas[0]((end if self._loaded else steps) - 1)
+            logger.info("LambdaLR ends at %g times the rate", factor)
+            if factor < 0:
+                raise ValueError(
+                    f"LambdaLR ends at {factor} times the rate; by_epoch=True counts epochs"
                 )
 
     def drive(self, scheduler: Any, optimizer: Optimizer, key: str) -> None:

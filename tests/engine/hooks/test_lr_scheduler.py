@@ -161,6 +161,59 @@ def test_the_log_says_that_a_schedule_is_longer_than_the_run(
     assert len(said) == bool(told)
 
 
+@pytest.mark.parametrize(("by_epoch", "end"), [(False, 0.5**5), (True, 0.5)])
+def test_the_log_says_where_a_lambda_schedule_ends(
+    by_epoch: bool, end: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_two_epochs(lambda o: LambdaLR(o, lambda n: 0.5**n), by_epoch, caplog)
+    (told,) = [text for text in caplog.messages if "LambdaLR ends" in text]
+    assert told == f"LambdaLR ends at {end} times the rate"
+
+
+def test_the_end_of_a_lambda_schedule_is_also_right_in_a_second_run_and_a_resumed_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def halving() -> SimpleTrainer:
+        trainer = linear_trainer(lr=1.0)
+        schedule = LambdaLR(trainer.optimizer, lambda n: 0.5**n)
+        trainer.register_hooks([LRScheduler(scheduler=schedule)])
+        return trainer
+
+    first, resumed, without_hooks = halving(), halving(), halving()
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        first.train(0, 2)
+        state = first.state_dict()
+        first.train(max_iter=4)  # says nothing
+        resumed.load_state_dict(state)
+        resumed.train(max_iter=4)
+        without_hooks.load_state_dict({"iteration": state["iteration"]})
+        without_hooks.train(max_iter=4)
+    told = [text for text in caplog.messages if "LambdaLR ends" in text]
+    ends = [0.5, 0.125, 0.5]
+    assert told == [f"LambdaLR ends at {end} times the rate" for end in ends]
+    trainers = [first, resumed, without_hooks]
+    assert [recorded(each)[-1] for each in trainers] == [0.125, 0.125, 0.5]
+
+
+def test_a_lambda_schedule_of_epochs_that_is_stepped_in_iterations_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def schedule(optimizer: Any) -> LambdaLR:
+        return LambdaLR(optimizer, lambda epoch: 1 - epoch / 4)
+
+    with pytest.raises(ValueError, match=r"-0\.25 times.*by_epoch=True counts epochs"):
+        train_two_epochs(schedule, False, caplog)
+    train_two_epochs(schedule, True, caplog)
+    assert "LambdaLR ends at 0.75 times" in caplog.text
+
+
+def test_a_lambda_schedule_that_is_0_in_the_last_iteration_is_not_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    train_two_epochs(lambda o: LambdaLR(o, lambda n: 1 - n / 5), False, caplog)
+    assert "LambdaLR ends at 0 times" in caplog.text
+
+
 def test_the_log_says_between_which_rates_each_run_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
