@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,8 +123,6 @@ def _run_processes(
         except ProcessException as error:
             failure = f"rank {ranks[error.error_index]} failed: {error.msg.strip()}"
             code = getattr(error, "exit_code", 0)
-    for left in context.error_files:  # torch does not remove them
-        Path(left).unlink(missing_ok=True)
     if failure and code <= 0 and not signals:
         raise RuntimeError(failure)
     if failure:  # the exit code or signal below would not say which rank it was
