@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from hooktrain.checkpoint.files import CheckpointFile, CorruptCheckpointError, is_folder
 from hooktrain.checkpoint.sources import local_path
@@ -169,10 +168,9 @@ def load_model_state(
     """Load the tensors that fit by name and shape, and warn about the others.
 
     Prefixes of wrappers around any part of the model make no difference
-    (:func:`hooktrain.model.wrappers.bare_name`), nor does the ``n_averaged`` of averaged models.
-    Parameters that are still uninitialised (of lazy modules) take the shape in the file. A missing
-    name counts as loaded if the model shares its tensor with a name that was loaded. If the model
-    is sharded, each rank takes its shards.
+    (:func:`hooktrain.model.wrappers.bare_name`), nor does the ``n_averaged`` of averaged models. A
+    missing name counts as loaded if the model shares its tensor with a name that was loaded. If the
+    model is sharded, each rank takes its shards.
 
     Args:
         model: changed in place.
@@ -184,7 +182,7 @@ def load_model_state(
         The differences. Tensors that ``model.state_dict()`` leaves out on purpose are not missing.
 
     Raises:
-        RuntimeError: if a value is not a tensor.
+        RuntimeError: if a value is not a tensor, or a parameter of the model is uninitialised.
         ValueError: with ``strict``, if there is a difference; otherwise, if nothing fits.
     """
     in_model = model.state_dict()
@@ -209,8 +207,7 @@ def load_model_state(
     if strict and (incorrect or loadable.keys() != in_model.keys()):
         trial = copy.copy(loadable)
         for name in loadable.keys() & in_model.keys():
-            if not is_lazy(in_model[name]):
-                trial[name] = in_model[name]  # so nothing is changed
+            trial[name] = in_model[name]  # so nothing is changed
         found = _load(model, trial, in_model, incorrect, own_name)
         if any(found):
             raise ValueError(
@@ -277,10 +274,8 @@ def _load(
 
 
 def _shape(value: Any) -> Any:
-    """The shape of a tensor; None for an uninitialised one, and for other values."""
-    if not torch.is_tensor(value) or is_lazy(value):
-        return None
-    return tuple(value.shape)
+    """The shape of a tensor; None for other values."""
+    return tuple(value.shape) if torch.is_tensor(value) else None
 
 
 def _describe(found: IncompatibleKeys) -> str:
@@ -289,11 +284,6 @@ def _describe(found: IncompatibleKeys) -> str:
     for kind, names in found._asdict().items():
         if names:
             text += f"\n{kind}: {names}"
-    if "parametrizations." in text:
-        text += (
-            "\ntorch.nn.utils.parametrize, as in weight_norm, changes names: apply it to the model "
-            "before loading if it was applied when the file was saved, and only then"
-        )
     return text
 
 

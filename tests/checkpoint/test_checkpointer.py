@@ -699,16 +699,6 @@ class LossOf(nn.Module):
         return loss
 
 
-def test_of_a_parametrized_model_the_error_says_what_has_changed_its_names(
-    tmp_path: Path,
-) -> None:
-    saved = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)))
-    Checkpointer(saved, tmp_path).save("a")
-    Checkpointer(saved, tmp_path).resume_or_load("")
-    with pytest.raises(ValueError, match=r"torch\.nn\.utils\.parametrize"):
-        Checkpointer(nn.Sequential(nn.Linear(2, 1)), tmp_path).resume_or_load("")
-
-
 def test_a_resume_refuses_a_file_that_lacks_a_state(tmp_path: Path) -> None:
     Checkpointer(model_of(3), tmp_path, trainer=Counter(5)).save("a", iteration=9)
     model, trainer = model_of(0), Counter()

@@ -150,15 +150,6 @@ def test_a_model_whose_own_names_look_like_those_of_a_wrapped_one_is_loaded(
     assert torch.equal(target[name].weight, source[name].weight)
 
 
-def test_an_uninitialised_parameter_takes_the_shape_of_the_file() -> None:
-    model = nn.LazyLinear(2)
-    result = load_model_state(
-        model, {"weight": torch.ones(2, 7), "bias": torch.ones(2)}
-    )
-    assert result == ([], [], [])
-    assert torch.equal(model.weight, torch.ones(2, 7))
-
-
 class Trainable(nn.Linear):
     """Has a state of its own making."""
 
