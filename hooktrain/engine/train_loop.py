@@ -359,6 +359,11 @@ class TrainerBase:
         """
         self.agreement.request_stop(reason, self.iter)
 
+    def _refuse_to_stop(self, value: object) -> None:
+        raise AttributeError("a run is stopped by trainer.request_stop(reason)")
+
+    should_stop = property(fset=_refuse_to_stop)  # Lightning's, where it is set
+
     def raise_later(self, error: BaseException) -> None:
         """Raise an error after all hooks have seen this iteration. Call it on all ranks."""
         self._run.late_error = self._run.late_error or error

@@ -176,6 +176,8 @@ def test_a_stop_completes_the_iteration() -> None:
     assert trainer.stop_reason == "enough"
     trainer.train(max_iter=5)
     assert trainer.log[3:] == ["step 3", "step 4"]
+    with pytest.raises(AttributeError, match=r"trainer\.request_stop\(reason\)"):
+        trainer.should_stop = True
 
 
 class Counter(HookBase):
