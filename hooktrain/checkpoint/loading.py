@@ -47,6 +47,8 @@ def open_checkpoint(path: str) -> CheckpointFile:
         from hooktrain.checkpoint.folders import CheckpointFolder
 
         return CheckpointFolder(path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"give a file, not a folder without shards: {path!r}")
     found = os.stat(path)
     with open(path, "rb") as file:
         file.seek(max(0, found.st_size - _ENDING_BYTES))

@@ -108,6 +108,12 @@ class Versioned(nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *args)  # type: ignore[no-untyped-call]
 
 
+def test_a_folder_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(IsADirectoryError, match=f"give a file.*'{tmp_path}'"):
+        load_checkpoint(nn.Linear(1, 1), tmp_path)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_the_version_in_the_metadata_reaches_the_module(strict: bool) -> None:
     new = nn.Sequential(Versioned(2, 1)).state_dict()

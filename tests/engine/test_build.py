@@ -1,6 +1,7 @@
 """One configuration on one process and on several: build_trainer with each strategy."""
 
 import gc
+import logging
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -270,6 +271,23 @@ def test_an_unknown_key_is_refused_with_the_nearest(
     cfg = LazyConfig.apply_overrides(digits(tmp_path), [f"+{key}=1"])
     with pytest.raises(ValueError, match=f"'{nearest}'"):
         build_trainer(cfg)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ("train.amp.dtype=bfloat16", True),
+        ("train.amp={'enabled': True, 'dtype': 'bfloat16'}", False),
+        ("train.amp.enabled=false", False),
+    ],
+)
+def test_a_dtype_without_amp_is_told(
+    change: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = LazyConfig.apply_overrides(digits(tmp_path), [change])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        build_trainer(cfg)
+    assert ("dtype has no effect without train.amp.enabled" in caplog.text) is is_told
 
 
 def test_an_optimizer_that_is_built_already_is_refused(tmp_path: Path) -> None:
