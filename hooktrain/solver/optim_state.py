@@ -46,7 +46,7 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names) -> State:
     """
     state = optimizer.state_dict()
     keys = [*_keys(optimizer, names).values()]
-    kind = _kind(optimizer)
+    kind = type(optimizer).__name__
     if "param_groups" not in state or isinstance(optimizer, LBFGS):
         return {"kind": kind, "whole": state, "param_groups": [{"params": keys}]}
     # Some optimizers store more than the states of parameters, under additional keys.
@@ -68,7 +68,7 @@ def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
     Raises:
         ValueError: if the state does not fit the optimizer.
     """
-    kind = _kind(optimizer)
+    kind = type(optimizer).__name__
     saved_kind = state_dict.get("kind", kind)
     if saved_kind != kind:
         raise ValueError(
@@ -168,14 +168,6 @@ def without_schedules(state: State) -> State:
             {k: v for k, v in settings if k.removeprefix("initial_") not in scheduled}
         )
     return {**state, "param_groups": groups}
-
-
-def _kind(optimizer: Optimizer) -> str:
-    """The name of the torch optimizer that this is or extends, otherwise that of its class."""
-    for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("torch.optim") and kind is not Optimizer:
-            return kind.__name__
-    return type(optimizer).__name__
 
 
 def _keys(optimizer: Optimizer, names: Names) -> dict[Tensor, Any]:
