@@ -135,7 +135,7 @@ class Checkpointer:
             )
 
     def begin_run(self, *, is_new: bool = False) -> None:
-        """Create and lock the folder, check that the states can be saved, and warn of lost weights.
+        """Create and lock the folder, check that states can be saved, and warn about lost weights.
 
         The weights of a resumed run are lost if others were loaded afterwards.
 

@@ -86,7 +86,7 @@ def _overridden(hook: HookBase, names: Iterable[str]) -> list[str]:
 
 
 def warn_of_no_event(hook: HookBase) -> None:
-    """Warn about a hook of which no trainer and no checkpoint calls a method."""
+    """Warn about a hook with no method that a trainer or a checkpoint calls."""
     if not _overridden(hook, (*EVENTS, "run_files", "state_dict")):
         logger.warning(
             "The hook %s overrides no event, so the trainer never calls it; the events are %s",

@@ -213,7 +213,7 @@ class LRScheduler(HookBase):
                     name,
                     length,
                 )
-        # Not in a second run, which goes on with the schedule.
+        # Not in a second run, which continues the schedule.
         if steps and isinstance(scheduler, LambdaLR) and not scheduler.last_epoch:
             factor = scheduler.lr_lambdas[0]((end if self._loaded else steps) - 1)
             logger.info("LambdaLR ends at %g times the rate", factor)
