@@ -161,6 +161,9 @@ def load_checkpoint(
     """
     content = read_checkpoint(local_path(filename), map_location, key)
     load_model_state(model, revise_names(content["model"], revise_keys), strict)
+    others = [name for name in content if name != "model"]
+    if others:
+        logger.info("%s also has %s, which are not loaded", filename, others)
     return content
 
 

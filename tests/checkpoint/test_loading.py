@@ -1,6 +1,7 @@
 """A state into a model whose names or shapes differ, from files of several libraries."""
 
 import copy
+import logging
 import os
 import signal
 from collections import OrderedDict
@@ -106,6 +107,23 @@ class Versioned(nn.Linear):
         if metadata.get("version", 1) < 2:
             state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
         super()._load_from_state_dict(state, prefix, metadata, *args)  # type: ignore[no-untyped-call]
+
+
+def test_the_log_says_what_a_file_has_beside_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hooktrain")
+    model, path = nn.Linear(1, 1), tmp_path / "of_timm.pth"
+    torch.save(model.state_dict(), path)
+    load_checkpoint(model, path)
+    assert caplog.messages == []
+    weights, average = model.state_dict(), nn.Linear(1, 1).state_dict()
+    torch.save({"epoch": 3, "state_dict": weights, "state_dict_ema": average}, path)
+    load_checkpoint(model, path)
+    others = "['epoch', 'state_dict_ema']"
+    assert caplog.messages == [f"{path} also has {others}, which are not loaded"]
+    load_checkpoint(model, path, key="state_dict_ema")
+    assert torch.equal(model.weight, average["weight"])
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
