@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
@@ -234,10 +233,9 @@ def log_missing_eval_hook(hook: HookBase, metric: str) -> None:
 def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
     """The value of the metric that a hook waits for; None if these results lack it.
 
-    If every ``EvalHook`` has had results without the metric, this is logged, since one of the
-    user's hooks, or a later evaluation, may still return it. Without hooks of the user it is a
-    warning, or, if the name is similar to that of a result and so probably misspelt, an error,
-    which ends the run after the other hooks have seen the iteration.
+    If every ``EvalHook`` has had results without the metric, this is an error, which ends the run
+    after the other hooks have seen the iteration. If one of the user's hooks may still return the
+    metric, it is only logged.
     """
     hooks = hook.trainer.hooks
     if metric in results or metric in hook.trainer.storage.results():
@@ -248,14 +246,10 @@ def find_result(hook: HookBase, metric: str, results: Numbers) -> float | None:
             f"no EvalHook has returned {metric!r} so far{did_you_mean(metric, results)} (if only "
             "some evaluations return it, let the first one return math.nan)"
         )
-        similar = [each for each in results if each in metric or metric in each]
-        similar += get_close_matches(metric, results, cutoff=0.8)
         if any(map(_is_user_hook, hooks)):
             logger.info(problem)
-        elif similar:
-            hook.trainer.raise_later(ValueError(problem))
         else:
-            logger.warning(problem)
+            hook.trainer.raise_later(ValueError(problem))
     return None
 
 
@@ -307,7 +301,7 @@ class BestCheckpointer(HookBase):
         TypeError: if ``checkpointer`` is not a Checkpointer.
         ValueError: if ``mode`` or ``file_prefix`` is invalid; when a run begins, if the metric is
             ``"ema/..."`` and not exactly one hook ``EMA`` is registered; during a run, after the
-            saves that are due, if the first results lack the metric but have a similar name.
+            saves that are due, if the first results lack the metric.
     """
 
     phase = "save"
@@ -465,7 +459,7 @@ class EarlyStopping(HookBase):
 
     Raises:
         ValueError: if ``mode`` is invalid, or ``patience`` below 1; during a run, if the first
-            results lack the metric but have a similar name.
+            results lack the metric.
     """
 
     def __init__(

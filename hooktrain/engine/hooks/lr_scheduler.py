@@ -59,7 +59,7 @@ class LRScheduler(HookBase):
         ValueError: when training starts, if a schedule was made for another optimizer, is given
             twice, lacks its metric, or counts epochs while the trainer has no ``epoch_length``;
             when the state of other schedulers is loaded; during a run, if the first results lack
-            the metric but have a similar name.
+            the metric.
 
     Attributes:
         scheduler: the schedule as given.
