@@ -322,7 +322,7 @@ def _write_parts(tensors: Tensors, path: Path) -> tuple[Parts, Digest]:
             if not _is_to_be_written(name, tensor):
                 continue
             # A host-device synchronisation, if it is on an accelerator.
-            data = local_tensor(tensor).cpu().resolve_conj().resolve_neg()
+            data = local_tensor(tensor).cpu()
             numbers: Any = as_bytes(data).numpy()
             head, tail = _container(data.shape, data.dtype)
             begin = file.tell()

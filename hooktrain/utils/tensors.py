@@ -70,13 +70,14 @@ def device_of(tensor: Tensor) -> torch.device:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a dense tensor as a vector, which shares its memory if it is contiguous."""
     # flatten() leaves a single number the stride that it has in another tensor.
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    resolved = tensor.contiguous().resolve_conj().resolve_neg()
+    flat = resolved.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)
 
 
 def checksum(tensor: Tensor) -> int:
-    """A checksum of the bytes of a tensor; 0 if it is sharded or sparse."""
-    if is_sharded(tensor) or tensor.layout is not torch.strided:
+    """A checksum of the bytes of a tensor; 0 if it is sharded, sparse or nested."""
+    if is_sharded(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return 0
     # Host-device synchronisation.
     numbers: Any = as_bytes(tensor.detach().cpu()).numpy()

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -221,12 +222,23 @@ def test_each_rank_takes_its_shard_of_a_mapped_file_and_nothing_travels(
         torch.tensor(2.5),
         torch.tensor([True, False]),
         torch.empty(0),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j])
+        .conj()
+        .imag,  # a view whose numbers are negated when read
     ],
-    ids=["single", "turned", "scalar", "bool", "empty"],
+    ids=["single", "turned", "scalar", "bool", "empty", "conjugate", "negative"],
 )
 def test_the_bytes_of_a_tensor_are_those_of_a_list_of_its_numbers(
     tensor: Tensor,
 ) -> None:
-    expected = tensor.numpy().tobytes()
+    expected = np.array(tensor.tolist(), str(tensor.dtype)[6:]).tobytes()
     assert as_bytes(tensor).numpy().tobytes() == expected
     assert checksum(tensor) == zlib.crc32(expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_has_no_checksum(layout: torch.layout) -> None:
+    parts = [torch.ones(2), torch.ones(3)]
+    assert checksum(torch.nested.nested_tensor(parts, layout=layout)) == 0
