@@ -353,7 +353,6 @@ class Checkpointer:
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
-        path = local_path(path)
         return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:

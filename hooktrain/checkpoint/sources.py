@@ -76,7 +76,7 @@ def local_path(address: AnyPath, *, alone: bool = False) -> str:
         return os.path.expanduser(address)
     longest = max(filter(address.startswith, _loaders), key=len, default="")
     loader = _loaders.get(longest, _download)
-    if alone or comm.get_world_size() == 1:
+    if alone:
         return os.fspath(loader(address))
     local_rank = comm.get_local_rank()
 

@@ -133,6 +133,7 @@ class Preemption(HookBase):
             # After the other hooks, so that train() can be called again, as in a notebook.
             trainer.raise_later(SystemExit(code))
             return
+        self.checkpointer.begin_run()  # finish() has unlocked the folder
         trainer.agreement.signal = 0
         # Another signal may have come by now.
         if trainer.agreement.own_signal == number:

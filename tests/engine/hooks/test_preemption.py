@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from fsspec.implementations.memory import MemoryFileSystem
 
 from gloo import run_ranks
@@ -539,7 +540,13 @@ def test_a_signal_that_the_scheduler_ignores_saves_and_the_run_goes_on(
     scheduler: Scheduler, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hooks = signal_at(signal.SIGTERM, 1), signal_at(signal.SIGTERM, 5)
-    trainer = preemptible(tmp_path, *hooks)
+
+    def try_to_lock(trainer: Any) -> None:
+        if trainer.iter == 6:
+            with pytest.raises(Timeout):
+                FileLock(tmp_path / ".lock", timeout=0).acquire()
+
+    trainer = preemptible(tmp_path, *hooks, CallbackHook(before_step=try_to_lock))
     trainer.train(max_iter=8)
     assert scheduler.saved == ["model_0000001.pth", "model_0000005.pth"]
     assert trainer.succeeded
