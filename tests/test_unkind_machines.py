@@ -19,8 +19,8 @@ import processes
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.checkpoint.resume import files_to_delete, names_to_resume
 from hooktrain.config import LazyConfig
-from hooktrain.engine import hooks
-from hooktrain.events import JSONWriter, load_json_metrics
+from hooktrain.engine import default_hooks, hooks
+from hooktrain.events import JSONWriter, TensorboardXWriter, load_json_metrics
 from processes import end, run_program, start
 from toys import LinearLoss, linear_trainer, net_trainer
 
@@ -77,6 +77,30 @@ def test_a_folder_and_a_store_may_have_any_name(
     assert again.returncode == 0, again.stdout
     assert "Starting training from iteration 4" in again.stdout
     assert len(losses(folder)) == 5
+
+
+def test_a_run_stays_in_its_folder_when_the_current_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+
+    def change(trainer: Any) -> None:
+        if trainer.iter == 2:
+            os.chdir(tmp_path / "elsewhere")
+
+    monkeypatch.chdir(tmp_path)
+    trainer = linear_trainer(hooks.CallbackHook(before_step=change))
+    saver = Checkpointer(trainer.model, "run", trainer=trainer)
+    writers = [JSONWriter("run/metrics.json"), TensorboardXWriter("run")]
+    trainer.register_hooks(
+        default_hooks(
+            checkpointer=saver, checkpoint_period=1, writers=writers, log_period=1
+        )
+    )
+    trainer.train(max_iter=4)
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert len(losses(tmp_path / "run")) == 4
+    assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
 
 
 def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_its_log_and_configuration(

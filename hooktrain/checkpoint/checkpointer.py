@@ -94,7 +94,8 @@ class Checkpointer:
         if save_to_disk is None:
             save_to_disk = comm.is_main_process()
         self.model = unwrap_model(model)
-        self.save_dir = on_disk(save_dir)
+        # A script or a notebook may change the current folder later.
+        self.save_dir = os.path.abspath(on_disk(save_dir)) if save_dir else ""
         self.sharded = sharded
         self.background = background
         self.save_to_disk = save_to_disk
@@ -226,7 +227,7 @@ class Checkpointer:
                 state = full_tensors(state)
             if not self.save_to_disk:
                 return
-        path = os.path.abspath(os.path.join(self.save_dir, name))
+        path = os.path.join(self.save_dir, name)
         self.logger.info("Saving checkpoint to %s", path)
 
         def finish() -> bool:
@@ -353,6 +354,7 @@ class Checkpointer:
         if not path:
             self.logger.info("Nothing to load: the model has its initial weights")
             return {}
+        path = local_path(path)
         return self._restore(path, self.read(path), checkpointables)
 
     def read(self, path: AnyPath) -> State:

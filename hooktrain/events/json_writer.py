@@ -54,7 +54,7 @@ class JSONWriter(ScalarWriter):
     """
 
     def __init__(self, json_file: AnyPath, window_size: int = 20) -> None:
-        self._path = Path(json_file)
+        self._path = Path(json_file).absolute()
         self._cut: deque[Row] = deque()  # rows that have not been computed again yet
         self._equal = 0  # how many were computed again and are equal
         super().__init__(self._path.name, window_size)

@@ -37,7 +37,7 @@ class TensorboardXWriter(ScalarWriter):
         # Only the main process needs torch's SummaryWriter, which takes a second to import.
         importlib.import_module("tensorboard")
         super().__init__("tensorboard", window_size)
-        self._log_dir = log_dir
+        self._log_dir = os.path.abspath(log_dir)
         self._arguments = kwargs
         self._open: SummaryWriter | None = None
 

@@ -70,9 +70,8 @@ def device_of(tensor: Tensor) -> torch.device:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a dense tensor as a vector, which shares its memory if it is contiguous."""
     # flatten() leaves a single number the stride that it has in another tensor.
-    resolved = tensor.contiguous().resolve_conj().resolve_neg()
-    flat = resolved.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8)
+    flat = tensor.contiguous().resolve_conj().resolve_neg()
+    return flat.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def checksum(tensor: Tensor) -> int:
