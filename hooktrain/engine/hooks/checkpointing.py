@@ -80,19 +80,19 @@ class PeriodicCheckpointer(HookBase):
 
     def before_train(self) -> None:
         """Remember where the run ends; warn about state that would not be saved."""
-        self.max_iter = self.trainer.max_iter
         trainer = self.trainer  # a weak proxy
+        self.max_iter = trainer.max_iter
         self.checkpointer.run_files = lambda: [
             path for hook in trainer.hooks for path in hook.run_files()
         ]
-        self._begin(is_new=self.trainer.start_iter == 0)
+        self._begin(is_new=trainer.start_iter == 0)
         saved = self.checkpointer.checkpointables.values()
         if not any(isinstance(each, TrainerBase) for each in saved):
             logger.warning(
                 "Checkpoints will lack the trainer's state: pass trainer=trainer to Checkpointer"
             )
         model = self.checkpointer.model
-        trained = getattr(self.trainer, "model", model)
+        trained = getattr(trainer, "model", model)
         problem = model_mismatch("Checkpointer", model.parameters(), trained)
         if problem:
             logger.warning(problem)
