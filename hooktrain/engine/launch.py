@@ -165,6 +165,8 @@ def _child(index: int, ranks: range, variables: dict[str, str], work: Any) -> No
     # Outside the terminal's process group, so Ctrl-C reaches only the parent, which forwards it.
     os.setpgrp()
     os.environ.update(variables, RANK=str(ranks[index]), LOCAL_RANK=str(index))
+    # A spawned process would spawn its loader workers too, each of which would import torch.
+    multiprocessing.set_start_method(None, force=True)
     if "OMP_NUM_THREADS" not in os.environ:
         # Processes that each used all cores would slow each other down.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(ranks)))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -43,7 +44,8 @@ def place() -> tuple[int, int, int, int]:
 
 
 def write_place(folder: Path) -> None:
-    found = place(), os.getppid(), torch.get_num_threads()
+    method = multiprocessing.get_start_method()  # of loader workers
+    found = place(), os.getppid(), torch.get_num_threads(), method
     Path(folder, str(comm.get_rank())).write_text(json.dumps(found))
 
 
@@ -111,9 +113,10 @@ def test_started_processes_are_the_ranks_and_share_the_cores(
     assert launch(write_place, 2, args=(tmp_path,)) is None
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+    method = multiprocessing.get_all_start_methods()[0]  # the default of the platform
     assert found == [
-        [[0, 2, 0, 2], os.getpid(), threads],
-        [[1, 2, 1, 2], os.getpid(), threads],
+        [[0, 2, 0, 2], os.getpid(), threads, method],
+        [[1, 2, 1, 2], os.getpid(), threads, method],
     ]
 
 
