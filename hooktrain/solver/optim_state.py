@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from hooktrain.solver.param_groups import ParamGroup, settings_of, walk_parameters
 from hooktrain.utils.names import State
-from hooktrain.utils.tensors import shard_like
+from hooktrain.utils.tensors import shard_like, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,10 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def optimizer_state_dict(optimizer: Optimizer, names: Names) -> State:
     """The state dict of an optimizer, with names in place of torch's positions of parameters.
 
-    ``{"kind": "SGD", "state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
-    torch's own ``load_state_dict`` accepts it too. If an optimizer's state has another form, or is
-    one state for all parameters, it is kept whole, under ``"whole"``.
+    ``{"kind": "SGD", "state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, and
+    the data types of the parameters under ``"dtypes"``. torch's own ``load_state_dict`` accepts it
+    too. If an optimizer's state has another form, or is one state for all parameters, it is kept
+    whole, under ``"whole"``.
 
     Args:
         optimizer: the optimizer, whose tensors are not copied.
@@ -45,16 +46,18 @@ def optimizer_state_dict(optimizer: Optimizer, names: Names) -> State:
             positions.
     """
     state = optimizer.state_dict()
-    keys = [*_keys(optimizer, names).values()]
+    named = _keys(optimizer, names)
+    keys = [*named.values()]
     kind = type(optimizer).__name__
     if "param_groups" not in state or isinstance(optimizer, LBFGS):
         return {"kind": kind, "whole": state, "param_groups": [{"params": keys}]}
     # Some optimizers store more than the states of parameters, under additional keys.
+    dtypes = {key: parameter.dtype for parameter, key in named.items()}
     by_position = dict(enumerate(keys))
     by_name = {by_position.get(key, key): item for key, item in state["state"].items()}
     for group in state["param_groups"]:
         group["params"] = [keys[position] for position in group["params"]]
-    return {"kind": kind, **state, "state": by_name}
+    return {"kind": kind, **state, "state": by_name, "dtypes": dtypes}
 
 
 def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
@@ -106,7 +109,8 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
     The state of a parameter (momentum, Adam's moments and step) goes to the parameter of the same
     name, whichever group it is in now, together with the settings of its saved group (``lr``,
     ``initial_lr``, ``betas``, ...). If one side has no names, groups of equal sizes match by
-    position. A sharded parameter takes this rank's shard of a full tensor.
+    position. A sharded parameter takes this rank's shard of a full tensor. Tensors keep their data
+    types, unless the parameter has another one than when it was saved.
 
     Args:
         optimizer: the optimizer, which is changed in place.
@@ -118,13 +122,20 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
         ValueError: see :func:`fit_state`.
     """
     fitting = fit_state(optimizer, state_dict, names)
-    if "whole" not in state_dict:
-        states = fitting["state"]
-        for parameter, key in _keys(optimizer, names).items():
-            if key in states:
-                entries = states[key].items()
-                states[key] = {name: _like(parameter, item) for name, item in entries}
+    states = {} if "whole" in state_dict else fitting["state"]
+    dtypes = state_dict.get("dtypes", {})
+    kept = {}
+    for parameter, key in _keys(optimizer, names).items():
+        if key in states:
+            entries = states[key].items()
+            states[key] = {name: _like(parameter, item) for name, item in entries}
+            if dtypes.get(key) == parameter.dtype:
+                kept[parameter] = to_device(states[key], parameter.device)
     optimizer.load_state_dict(fitting)
+    # torch has cast all entries but "step" to the data type of the parameter.
+    for parameter, entries in kept.items():
+        entries.pop("step", None)
+        optimizer.state[parameter].update(entries)
 
 
 def warn_of_settings(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, NAdam, Optimizer
 
 from hooktrain.solver import OptimWrapper
 from hooktrain.solver.optim_state import (
@@ -327,6 +327,70 @@ def test_an_optimizer_that_extends_torchs_may_keep_a_number_for_each_row(
     load(model, optimizer, expected)
     assert changes() == []
     assert same(saved(model, optimizer), expected)
+
+
+# Data types
+
+
+class FloatMoments(Optimizer):
+    """Keeps float32 moments and a mask beside weights of any data type."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            if not state:
+                state["moments"] = [torch.zeros(parameter.shape)]
+                state["mask"] = parameter > 0
+            (moment,) = state["moments"]
+            moment.mul_(0.9).add_(parameter.grad.float())
+            parameter -= (0.1 * moment * state["mask"]).to(parameter.dtype)
+
+
+def in_bfloat16(make: Make) -> tuple[nn.Module, Optimizer]:
+    model = net("a").bfloat16()
+    return model, make(groups_of(model))
+
+
+def after_a_resume(make: Make) -> tuple[Any, Any]:
+    """The state after three steps, and what another optimizer has loaded of it."""
+    model, optimizer = in_bfloat16(make)
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.3 + step)
+        optimizer.step()
+    new, loaded = in_bfloat16(make)
+    load(new, loaded, saved(model, optimizer))
+    return state_of(model, optimizer), state_of(new, loaded)
+
+
+# NAdam keeps a product and ASGD two factors as float32.
+@pytest.mark.parametrize(
+    "make", [FloatMoments, lambda g: NAdam(g, lr=0.1), lambda g: ASGD(g, lr=0.013)]
+)
+def test_a_state_of_another_data_type_than_its_weight_resumes_bit_for_bit(
+    make: Make,
+) -> None:
+    state, loaded = after_a_resume(make)
+    # The representation of a tensor has its numbers and its data type.
+    torch.set_printoptions(precision=10)
+    try:
+        assert repr(loaded) == repr(state)
+    finally:
+        torch.set_printoptions(profile="default")
+
+
+def test_states_follow_weights_that_have_got_another_data_type() -> None:
+    model = net("a")
+    optimizer = sgd(groups_of(model))
+    train(model, optimizer)
+    new, loaded = in_bfloat16(sgd)
+    load(new, loaded, saved(model, optimizer))
+    buffers = [state["momentum_buffer"].dtype for state in loaded.state.values()]
+    assert buffers == [torch.bfloat16] * 2
 
 
 # Settings

@@ -99,10 +99,12 @@ class Preemption(HookBase):
         self._stop_file = folder and os.path.join(folder, STOP_FILE)
         self._look_for_stop_file()
         of_scheduler = [n for n in ENDING if is_scheduler_handler(signal.getsignal(n))]
-        numbers = {*self._signals, *of_scheduler}
-        handlers = {n: getattr(signal.getsignal(n), "__self__", None) for n in numbers}
         # Another hook of this class may have installed its handler already.
-        free = [n for n, of in handlers.items() if not isinstance(of, Preemption)]
+        free = [
+            n
+            for n in {*self._signals, *of_scheduler}
+            if getattr(signal.getsignal(n), "__func__", None) is not Preemption._receive
+        ]
         self._previous = replace_handlers(free, self._receive)
 
     def after_train(self) -> None:
