@@ -186,7 +186,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     args.resume |= args.best  # the best model belongs to an existing run
     default_setup(cfg, args)
-    warn_of_disabled(cfg, args.opts)
+    warn_about_disabled_settings(cfg, args.opts)
     if args.eval_only:
         return evaluate_checkpoint(cfg, args.resume, args.best)
     # To change a part of the trainer, copy the lines of build_trainer here, and edit them.
@@ -238,7 +238,7 @@ def refuse_commas(cfg: Any, overrides: list[str]) -> None:
             )
 
 
-def warn_of_disabled(cfg: Any, overrides: list[str]) -> None:
+def warn_about_disabled_settings(cfg: Any, overrides: list[str]) -> None:
     """Warn about settings on the command line that have no effect, since they are not enabled."""
     for override in overrides:
         part, _, name = override.partition("=")[0].rpartition(".")

@@ -177,7 +177,7 @@ class Batches(Iterator[Any]):
             logger.warning(STARTS_AGAIN, self._name)
 
 
-def warn_of_equal_samples(loader: Any) -> None:
+def warn_about_equal_samples(loader: Any) -> None:
     """Warn if ranks read the same samples, or if workers draw the same random numbers.
 
     Args:
@@ -230,7 +230,7 @@ def _refuse_loaders(loader: Any) -> None:
         )
 
 
-def warn_of_equal_batches(batches: Batches) -> None:
+def warn_about_equal_batches(batches: Batches) -> None:
     """Warn if ranks or workers read the same first batch, or different streams. A collective."""
     loader = batches.loader
     stream = loader.state_dict() if isinstance(loader, TrainLoader) else None

@@ -85,7 +85,7 @@ def _overridden(hook: HookBase, names: Iterable[str]) -> list[str]:
     ]
 
 
-def warn_of_no_event(hook: HookBase) -> None:
+def warn_about_eventless_hook(hook: HookBase) -> None:
     """Warn about a hook with no method that a trainer or a checkpoint calls."""
     if not _overridden(hook, (*EVENTS, "run_files", "state_dict")):
         logger.warning(

@@ -89,7 +89,7 @@ def log_modes(model: nn.Module) -> None:
         )
 
 
-def log_units(trainer: Any) -> None:
+def log_iteration_size(trainer: Any) -> None:
     """Log the sizes of an iteration and an epoch, since other trainers count differently."""
     loader = trainer.data_loader
     of_rank = getattr(loader, "batch_size", None) or 0
@@ -104,7 +104,7 @@ def log_units(trainer: Any) -> None:
         )
 
 
-def warn_of_early_gradients(trainer: Any) -> None:
+def warn_about_early_gradients(trainer: Any) -> None:
     """Warn about a ``compute_loss`` that computes or frees gradients during an accumulation.
 
     Without accumulation the trainer drops such gradients, which may be intended, as for an
@@ -121,7 +121,7 @@ def warn_of_early_gradients(trainer: Any) -> None:
         )
 
 
-def warn_of_lost_calls(trainer: Any) -> None:
+def warn_about_missing_calls(trainer: Any) -> None:
     """Warn about calls that are missing in an overridden ``run_step``.
 
     Args:
@@ -161,7 +161,7 @@ def warn_of_lost_calls(trainer: Any) -> None:
         )
 
 
-def warn_of_unused_gradients(trainer: Any) -> None:
+def warn_about_untrained_modules(trainer: Any) -> None:
     """Warn about modules beside the model, such as a criterion, that no optimizer trains."""
     # After vars(trainer), Python would take longer to find its attributes, in each step.
     of_loss = names_used(getattr(trainer, "compute_loss", None))
@@ -184,7 +184,7 @@ def _adds_up(module: nn.Module, trainer: Any) -> bool:
     return bool(changes >= trainer.done - trainer.start_iter - 1 > 2)
 
 
-def warn_of_differences(model: nn.Module, is_sharded: bool) -> None:
+def warn_about_rank_differences(model: nn.Module, is_sharded: bool) -> None:
     """Warn, once a run, if the ranks have different weights or buffers. A collective.
 
     A checkpoint has those of the main process. Running statistics of norms are not compared, since
@@ -289,7 +289,7 @@ def log_parts(model: nn.Module) -> None:
     )
 
 
-def warn_of_events(kind: type) -> None:
+def warn_about_events(kind: type) -> None:
     """Warn about methods of a class that look like events, and about events without ``super()``.
 
     The names in a method's code show whether it calls the method of its base class, which costs

@@ -20,10 +20,10 @@ from hooktrain.engine.hook_list import (
     named_hooks,
     place_beside,
     place_by_phase,
-    warn_of_no_event,
+    warn_about_eventless_hook,
 )
 from hooktrain.engine.losses import LossRecorder
-from hooktrain.engine.preflight import warn_of_events
+from hooktrain.engine.preflight import warn_about_events
 from hooktrain.evaluation.testing import Results, as_numbers
 from hooktrain.events import EventStorage
 from hooktrain.solver.checks import Version
@@ -112,7 +112,7 @@ class TrainerBase:
 
     def __new__(cls: type[Trainer], *_args: Any, **_kwargs: Any) -> Trainer:
         """Warn about likely mistakes in a subclass, such as an event that is never called."""
-        warn_of_events(cls)
+        warn_about_events(cls)
         return super().__new__(cls)
 
     def __init__(self) -> None:
@@ -513,8 +513,8 @@ class TrainerBase:
                 raise ValueError(
                     f"{hook!r} already has a trainer: make one hook for each trainer"
                 )
-            warn_of_events(type(hook))
-            warn_of_no_event(hook)
+            warn_about_events(type(hook))
+            warn_about_eventless_hook(hook)
             if phase is not None:
                 hook.phase = phase
             elif self.places_by_phase:

@@ -11,20 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooktrain.data.batches import Batches, warn_of_equal_batches, warn_of_equal_samples
+from hooktrain.data.batches import (
+    Batches,
+    warn_about_equal_batches,
+    warn_about_equal_samples,
+)
 from hooktrain.engine.hook_list import hook_states
 from hooktrain.engine.losses import NONFINITE_HINT
 from hooktrain.engine.preflight import (
     check_parts,
+    log_iteration_size,
     log_metrics_that_differ,
     log_modes,
-    log_units,
     set_modes,
     trainable,
-    warn_of_differences,
-    warn_of_early_gradients,
-    warn_of_lost_calls,
-    warn_of_unused_gradients,
+    warn_about_early_gradients,
+    warn_about_missing_calls,
+    warn_about_rank_differences,
+    warn_about_untrained_modules,
     without_masks,
 )
 from hooktrain.engine.train_loop import TrainerBase
@@ -33,7 +37,7 @@ from hooktrain.model import init_weights_once
 from hooktrain.model.losses import parse_losses
 from hooktrain.model.wrappers import call_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
-from hooktrain.solver.checks import versions, warn_of_idle
+from hooktrain.solver.checks import versions, warn_about_idle_optimizers
 from hooktrain.solver.optim_state import without_schedules
 from hooktrain.solver.optim_wrapper import weights_over_mean
 from hooktrain.solver.optim_wrapper_dict import by_name
@@ -151,9 +155,9 @@ class ModelTrainer(TrainerBase):
         run.non_finite = self._find_non_finite()
         run.versions = versions(self.optim_wrapper)
         if self.start_iter < self.max_iter:
-            log_units(self)
-            warn_of_early_gradients(self)
-            warn_of_equal_samples(self.data_loader)
+            log_iteration_size(self)
+            warn_about_early_gradients(self)
+            warn_about_equal_samples(self.data_loader)
             # The loader starts last, since its start may draw random numbers.
             self._data_loader_iter.start()
 
@@ -168,12 +172,12 @@ class ModelTrainer(TrainerBase):
         super().end_period()
         if run.versions:
             if type(self).run_step.__module__ != __name__:
-                warn_of_lost_calls(self)
-            warn_of_unused_gradients(self)
-            warn_of_idle(self.model, self.optim_wrapper, run.versions)
-            warn_of_differences(self.model, run.trainable is None)
+                warn_about_missing_calls(self)
+            warn_about_untrained_modules(self)
+            warn_about_idle_optimizers(self.model, self.optim_wrapper, run.versions)
+            warn_about_rank_differences(self.model, run.trainable is None)
             log_metrics_that_differ(self.storage)
-            warn_of_equal_batches(self._data_loader_iter)
+            warn_about_equal_batches(self._data_loader_iter)
             run.versions = {}
 
     def _check_mode(self) -> None:
@@ -239,7 +243,7 @@ class ModelTrainer(TrainerBase):
         super().prepare_save()
         # Outside on_all_ranks, since the state_dict of a hook may be a collective.
         on_all_ranks(partial(self._refuse, self._find_non_finite()))
-        warn_of_differences(self.model, self._run.trainable is None)
+        warn_about_rank_differences(self.model, self._run.trainable is None)
         self._run.confirmed = self.done
 
     def _find_non_finite(self) -> set[str]:

@@ -158,7 +158,7 @@ class _Mean:
     def update(self, outputs: Any, targets: Any) -> None:
         count = _number_of_samples(outputs, targets)
         mean = self._metric(outputs, targets)
-        _warn_of_no_mean(self._metric, outputs, targets, count, mean)
+        _warn_about_non_mean(self._metric, outputs, targets, count, mean)
         # In float64 whatever the metric's type, except on MPS, which has no doubles.
         dtype = torch.float32 if getattr(mean, "is_mps", False) else torch.float64
         mean = torch.as_tensor(mean, dtype=dtype).reshape(())
@@ -201,7 +201,7 @@ def _number_of_samples(outputs: Any, targets: Any) -> int:
     return len(targets)
 
 
-def _warn_of_no_mean(
+def _warn_about_non_mean(
     metric: Any, outputs: Any, targets: Any, size: int, whole: Any
 ) -> None:
     """Warn if a function's result for a batch is not the mean of the results for its halves.
@@ -372,7 +372,7 @@ def inference_on_dataset(
             raise ValueError(
                 f"data_loader never ends; use build_test_loader(): {data_loader!r}"
             )
-    _warn_of_samples(data_loader)
+    _warn_about_samples(data_loader)
     if evaluator is None:
         evaluator = []
     if not isinstance(evaluator, Sequence):
@@ -413,7 +413,7 @@ def inference_on_dataset(
     return evaluator.evaluate()  # type: ignore[no-any-return]
 
 
-def _warn_of_samples(loader: Any) -> None:
+def _warn_about_samples(loader: Any) -> None:
     """Warn about a loader that drops samples, or repeats some to fill up the ranks' shares."""
     if not isinstance(loader, DataLoader):
         return

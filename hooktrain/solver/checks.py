@@ -135,7 +135,7 @@ def rates_of(optimizer: Optimizer | OptimWrapper) -> list[float]:
     return [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
 
 
-def warn_of_idle(
+def warn_about_idle_optimizers(
     model: nn.Module, optim_wrapper: Wrappers, before: Mapping[str, Version]
 ) -> None:
     """Warn about optimizers that train nothing, and schedulers that are never stepped.

@@ -138,7 +138,7 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
         optimizer.state[parameter].update(entries)
 
 
-def warn_of_settings(
+def warn_about_changed_settings(
     optimizer: Optimizer, ours: Sequence[ParamGroup], saved: Sequence[ParamGroup]
 ) -> None:
     """Warn about loaded settings that differ from the configuration of this run.

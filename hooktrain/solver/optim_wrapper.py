@@ -17,7 +17,7 @@ from hooktrain.solver.optim_state import (
     load_optimizer_state,
     optimizer_state_dict,
     parameter_names,
-    warn_of_settings,
+    warn_about_changed_settings,
 )
 from hooktrain.solver.param_groups import ParamGroup, settings_of
 from hooktrain.utils import comm
@@ -295,7 +295,7 @@ class OptimWrapper:
         """See :func:`hooktrain.solver.optim_state.load_optimizer_state`."""
         load_optimizer_state(self.optimizer, state_dict, parameter_names(self._model))
         configured = state_dict.get("configured", ())
-        warn_of_settings(self.optimizer, self._configured, configured)
+        warn_about_changed_settings(self.optimizer, self._configured, configured)
         self.inner_count = state_dict.get("inner_count", 0)
         self.skipped_updates = state_dict.get("skipped_updates", 0)
         self.start_accumulation()

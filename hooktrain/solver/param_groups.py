@@ -125,7 +125,7 @@ def get_default_optimizer_params(
     if own_bias_lr:
         of_biases["lr"] = base["lr"] * bias_lr_factor
     overrides = overrides or {}
-    _warn_of_unused(overrides, model)
+    _warn_about_unused_overrides(overrides, model)
     if of_biases:
         if "bias" in overrides:
             raise ValueError(
@@ -151,7 +151,9 @@ def _given(**settings: float | None) -> ParamGroup:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _warn_of_unused(overrides: Mapping[str, Any], model: nn.Module) -> None:
+def _warn_about_unused_overrides(
+    overrides: Mapping[str, Any], model: nn.Module
+) -> None:
     known = [key for name, _, _ in walk_parameters(model) for key in _keys(name)]
     unused = overrides.keys() - known
     if unused:

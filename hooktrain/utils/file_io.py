@@ -258,13 +258,13 @@ def sync(path: AnyPath) -> None:
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
-        _warn_of_power_cuts(str(path), str(error))
+        _warn_about_power_cuts(str(path), str(error))
     finally:
         os.close(descriptor)
 
 
 @cache  # one warning for each path
-def _warn_of_power_cuts(path: str, reason: str) -> None:
+def _warn_about_power_cuts(path: str, reason: str) -> None:
     message = "Cannot flush %s (%s): a power cut may lose the last save"
     logger.warning(message, path, reason)
 

@@ -30,7 +30,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from gloo import run_ranks
 from hooktrain.checkpoint.files import load_file, save_file
 from hooktrain.data import TrainingSampler, build_test_loader, build_train_loader
-from hooktrain.data.batches import Batches, warn_of_equal_batches, warn_of_equal_samples
+from hooktrain.data.batches import (
+    Batches,
+    warn_about_equal_batches,
+    warn_about_equal_samples,
+)
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host
 
@@ -230,7 +234,9 @@ def texts_by(warn: Callable[[Any], None], given: Any) -> list[str]:
 
 
 def told_of_equal_batches(*loaders: Any) -> list[int]:
-    return [len(texts_by(warn_of_equal_batches, after_three(each))) for each in loaders]
+    return [
+        len(texts_by(warn_about_equal_batches, after_three(each))) for each in loaders
+    ]
 
 
 def after_three(loader: Any) -> Batches:
@@ -338,7 +344,7 @@ def test_training_data_that_are_never_shuffled_are_told(
     loader: Any, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    warn_of_equal_samples(loader)
+    warn_about_equal_samples(loader)
     assert ["shuffle=True" in text for text in caplog.messages] == [True] * is_told
 
 
@@ -405,7 +411,7 @@ class Pids(Dataset[int]):
 
 
 def told_of_equal_samples(*loaders: Any) -> list[list[str]]:
-    return [texts_by(warn_of_equal_samples, loader) for loader in loaders]
+    return [texts_by(warn_about_equal_samples, loader) for loader in loaders]
 
 
 class Backwards(Sampler[int]):

@@ -24,8 +24,8 @@ from hooktrain.engine.preflight import (
     check_parts,
     log_modes,
     log_parts,
-    warn_of_differences,
-    warn_of_events,
+    warn_about_events,
+    warn_about_rank_differences,
     without_masks,
 )
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
@@ -173,7 +173,7 @@ def warnings_of_two_periods() -> None:
     weights = distribute_tensor(torch.arange(2.0), mesh, [Shard(0)])
     sharded.register_buffer("weights", weights)
     # Its shards differ, and a checkpoint has them all.
-    warn_of_differences(sharded, is_sharded=True)
+    warn_about_rank_differences(sharded, is_sharded=True)
     trainer.register_hooks([CallbackHook(before_step=differ)])
     trainer.sync_period = 1
     trainer.train(max_iter=2)
@@ -428,7 +428,7 @@ class OfLightning(Base):
 def test_a_method_that_leaves_nothing_out_is_not_told(
     kind: type, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_events(kind)
+    warn_about_events(kind)
     assert caplog.messages == []
 
 
@@ -450,7 +450,7 @@ def test_a_method_that_leaves_nothing_out_is_not_told(
 def test_a_method_that_is_not_called_or_lacks_its_super_is_told(
     kind: type, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_events(kind)
+    warn_about_events(kind)
     (message,) = caplog.messages
     assert name in message
 

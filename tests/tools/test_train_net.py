@@ -293,7 +293,9 @@ def test_a_setting_of_a_disabled_part_is_told(
 ) -> None:
     tool = load_tool("train_net")
     cfg = ConfigDict(train=train_settings(), model={"a": 0})
-    tool.warn_of_disabled(LazyConfig.apply_overrides(cfg, overrides), overrides)
+    tool.warn_about_disabled_settings(
+        LazyConfig.apply_overrides(cfg, overrides), overrides
+    )
     assert ("has no effect without train." in caplog.text) is is_told
 
 

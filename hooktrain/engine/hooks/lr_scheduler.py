@@ -140,7 +140,7 @@ class LRScheduler(HookBase):
         """
         if isinstance(scheduler, ParamScheduler):
             if not self._loaded:
-                _warn_of_new_rates(optimizer)
+                _warn_about_ignored_rates(optimizer)
             # Created anew for each run, since it covers the whole run, whose length may have
             # changed.
             multiplier = LRMultiplier(
@@ -383,7 +383,7 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
         )
 
 
-def _warn_of_new_rates(optimizer: Optimizer) -> None:
+def _warn_about_ignored_rates(optimizer: Optimizer) -> None:
     """Warn about rates that were set after the last run, and that a multiplier ignores."""
     left = scheduled.get(optimizer, [])
     rates = rates_of(optimizer)[: len(left)]
