@@ -213,9 +213,14 @@ class LRScheduler(HookBase):
                     name,
                     length,
                 )
-        # Not in a second run, which continues the schedule.
-        if steps and isinstance(scheduler, LambdaLR) and not scheduler.last_epoch:
-            factor = scheduler.lr_lambdas[0]((end if self._loaded else steps) - 1)
+        # Not in a second run, which continues the schedule, and not after a resume without it.
+        if (
+            steps
+            and isinstance(scheduler, LambdaLR)
+            and not scheduler.last_epoch
+            and (self._loaded or not self.trainer.start_iter)
+        ):
+            factor = scheduler.lr_lambdas[0]((self.trainer.max_iter - 1) // period)
             logger.info("LambdaLR ends at %g times the rate", factor)
             if factor < 0:
                 raise ValueError(

@@ -184,15 +184,29 @@ def test_the_end_of_a_lambda_schedule_is_also_right_in_a_second_run_and_a_resume
         first.train(0, 2)
         state = first.state_dict()
         first.train(max_iter=4)  # says nothing
+        first.train(0, 1)  # neither does this, at whose end the schedule has 5 steps
         resumed.load_state_dict(state)
         resumed.train(max_iter=4)
         without_hooks.load_state_dict({"iteration": state["iteration"]})
         without_hooks.train(max_iter=4)
     told = [text for text in caplog.messages if "LambdaLR ends" in text]
-    ends = [0.5, 0.125, 0.5]
+    ends = [0.5, 0.125]  # without the schedule's state nothing is said
     assert told == [f"LambdaLR ends at {end} times the rate" for end in ends]
     trainers = [first, resumed, without_hooks]
-    assert [recorded(each)[-1] for each in trainers] == [0.125, 0.125, 0.5]
+    assert [recorded(each)[-1] for each in trainers] == [0.0625, 0.125, 0.5]
+
+
+def test_the_end_of_a_lambda_schedule_is_right_in_the_middle_of_an_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer(lr=1.0)
+    trainer.epoch_length = 3
+    schedule = LambdaLR(trainer.optimizer, lambda n: 0.5**n)
+    trainer.register_hooks([LRScheduler(scheduler=schedule, by_epoch=True)])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 4)
+    assert "LambdaLR ends at 0.5 times" in caplog.text
+    assert recorded(trainer) == [1.0, 1.0, 1.0, 0.5]
 
 
 def test_a_lambda_schedule_of_epochs_that_is_stepped_in_iterations_is_refused(
