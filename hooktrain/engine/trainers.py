@@ -228,8 +228,9 @@ class ModelTrainer(TrainerBase):
         if iter is None:
             iter = self.storage.iter
         total = prefix + "total_loss" if self._adds_up else None
-        check_now = not self.async_write_metrics
-        self._losses.record(iter, loss_dict, data_time, total, check_now)
+        self._losses.record(
+            iter, loss_dict, data_time, total, not self.async_write_metrics
+        )
 
     def prepare_save(self) -> None:
         """Check before a save that everything is finite on every rank. A collective.

@@ -130,12 +130,13 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
             entries = states[key].items()
             states[key] = {name: _like(parameter, item) for name, item in entries}
             if dtypes.get(key) == parameter.dtype:
-                kept[parameter] = to_device(states[key], parameter.device)
+                kept[parameter] = states[key]
     optimizer.load_state_dict(fitting)
     # torch has cast all entries but "step" to the data type of the parameter.
-    for parameter, entries in kept.items():
-        entries.pop("step", None)
-        optimizer.state[parameter].update(entries)
+    for parameter, saved in kept.items():
+        for name, item in saved.items():
+            if name != "step" and getattr(item, "dtype", None) != parameter.dtype:
+                optimizer.state[parameter][name] = to_device(item, parameter.device)
 
 
 def warn_about_changed_settings(

@@ -288,9 +288,8 @@ class LRScheduler(HookBase):
         self._expected = self._rates() if is_watched else []
 
     def _record_rates(self) -> None:
-        smoothing_hint = False
         for name, group in self._recorded:
-            self._storage.put_scalar(name, group["lr"], smoothing_hint)
+            self._storage.put_scalar(name, group["lr"], False)  # not smoothed
 
     def after_evaluation(self, results: Numbers) -> None:
         """Step the schedules that watch a result."""
