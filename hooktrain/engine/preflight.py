@@ -22,7 +22,7 @@ from hooktrain.strategy.ddp import refuse_unexchanged
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.logger import log_once
-from hooktrain.utils.names import is_loss, names_used
+from hooktrain.utils.names import names_used
 from hooktrain.utils.tensors import checksum, compute_device, norm_of
 
 logger = logging.getLogger(__name__)
@@ -136,11 +136,6 @@ def warn_about_missing_calls(trainer: Any) -> None:
     if waiting and not trainer._run.has_backward:
         logger.warning(
             "run_step does not call self.after_backward(), which %s may need", waiting
-        )
-    if not any(map(is_loss, trainer.storage.histories())):
-        logger.info(
-            "run_step records no loss, so no row has one, and NaN does not end the run: call "
-            "self.record_losses({'loss': loss}) before the update"
         )
     used = set(names_used(trainer.run_step))
     if "zero_grad" not in used and _adds_up(trainer.model, trainer):

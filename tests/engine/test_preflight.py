@@ -302,39 +302,6 @@ def test_a_step_that_leaves_out_what_the_wrapper_does_is_told_once(
     assert told == (does_more and kind is ByItself)
 
 
-class RecordsNoLoss(SimpleTrainer):
-    def run_step(self) -> None:
-        self.optimizer.zero_grad()
-        loss = self.model(self.next_batch())
-        loss.backward()
-        self.after_backward()
-        self.storage.put_scalar("reward", loss)
-        self.optimizer.step()
-
-
-class RecordsByName(RecordsNoLoss):
-    def run_step(self) -> None:
-        super().run_step()
-        self.storage.put_scalar("critic_loss", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_told"),
-    [(RecordsNoLoss, True), (RecordsByName, False), (ByItself, False)],
-)
-def test_a_step_that_records_no_loss_is_told_once(
-    kind: type[SimpleTrainer], is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    model = LinearLoss()
-    trainer = kind(model, batches(2), sgd(model))
-    trainer.sync_period = 2
-    trainer.train(max_iter=6)
-    told = [text for text in caplog.messages if "records no loss" in text]
-    assert len(told) == is_told
-    assert all("self.record_losses(" in text for text in told)
-
-
 class Base:
     def __init__(self) -> None:
         self.seen = 0
