@@ -236,13 +236,13 @@ def log_metrics_that_differ(storage: EventStorage) -> None:
     if different:
         logger.info(
             "The ranks have recorded different values of %s, and the main process's are written. "
-            "If compute_loss returns such values beside the losses, their means are",
+            "If compute_loss returns such values beside the losses, their means are written",
             different,
         )
 
 
 def _names_that_differ(own: Mapping[str, Any]) -> list[str]:
-    """The names of up to five values of this rank that are others on another rank. A collective."""
+    """The names of up to five of this rank's values that differ on another rank. A collective."""
     of_ranks = comm.all_gather(own)
     return [
         name

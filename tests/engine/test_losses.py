@@ -222,8 +222,9 @@ def test_4096_ranks_communicate_once_a_period_whatever_they_record(count: int) -
         trainer.train(0, 20)
     # Before the first step: the names of the hooks, and a stop that was asked for already.
     assert seen.pop(0) == [*GATHERED, *NUMBERS]
-    # After the first period the ranks also compare their buffers, weights and first batches.
-    assert seen.pop(4) == [*NEW_NAMES, *GATHERED * 3]
+    # After the first period the ranks also compare their weights, buffers, metrics, data streams
+    # and first batches.
+    assert seen.pop(4) == [*NEW_NAMES, *GATHERED * 5]
     assert seen == {i: NUMBERS if i % 5 == 4 else [] for i in range(1, 20) if i != 4}
     assert [i for _, i in trainer.storage.history("total_loss").values()] == list(
         range(20)
