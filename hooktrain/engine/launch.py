@@ -51,7 +51,8 @@ def launch(
       :func:`hooktrain.strategy.environment.get_rank_info`.
     - For a single process, or zero, it calls the function, without a process group.
     - Otherwise it starts ``num_gpus_per_machine`` processes, which join each other as under
-      torchrun, and waits for them. Start the same program on each machine.
+      torchrun, and waits for them. Start the same program on each machine. Loader workers in these
+      processes start by the platform's default method (forked on Linux before Python 3.14).
 
     While ``main_func`` runs, the current accelerator of each joined process is that of its local
     rank (``comm.get_local_rank()``). When a rank fails, the others fail too, and report the error
