@@ -219,6 +219,10 @@ class StochasticWeightAverage(BaseAveragedModel):
 
 @torch.no_grad()
 def _write(targets: Tensors, sources: Tensors) -> None:
+    for name, target in targets.items():
+        shape = sources[name].shape
+        if target.shape != shape and not isinstance(target, nn.Parameter):
+            target.resize_(shape)  # a buffer that grows
     # torch copies tensors of one data type together.
     for dtype in {target.dtype for target in targets.values()}:
         pairs = [

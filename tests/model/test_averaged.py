@@ -92,32 +92,35 @@ def test_the_averaged_model_is_a_separate_one_for_evaluation() -> None:
 
 
 class Caching(nn.Module):
-    """Has a mask that comes later, and a table that grows and shrinks; neither is saved."""
+    """A table that comes later, one that grows and shrinks, and a saved queue that does so too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(3, 1)
         self.register_buffer("mask", None, persistent=False)
         self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("queue", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
         self.mask = torch.ones(len(x))
         self.register_buffer("table", torch.ones(len(x)), persistent=False)
+        self.queue = x[:, 0].clone()
         return (self.fc(x)[:, 0] * self.mask * self.table).sum()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, 4), (1, 3), (3, 1)])
-def test_buffers_that_are_not_saved_may_come_later_grow_and_shrink(
-    sizes: tuple[int, ...],
-) -> None:
+def test_buffers_may_come_later_grow_and_shrink(sizes: tuple[int, ...]) -> None:
     model = Caching()
     average = ExponentialMovingAverage(model, 0.5)
     for size in sizes:
         x = torch.randn(size, 3)
         model(x)
         average.update_parameters(model)
+        assert torch.equal(average.module.queue, x[:, 0])  # type: ignore[arg-type]
     raw = values(model)
+    average.module.queue = torch.zeros(7)
     with average.swap(model):
+        assert torch.equal(model.queue, torch.zeros(7))
         assert len(model.table) == sizes[-1]
         model(torch.randn(2, 3))
     assert_equal(values(model), raw)
