@@ -47,8 +47,6 @@ def open_checkpoint(path: str) -> CheckpointFile:
         from hooktrain.checkpoint.folders import CheckpointFolder
 
         return CheckpointFolder(path)
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"pass a file: the folder {path!r} is not a checkpoint")
     found = os.stat(path)
     with open(path, "rb") as file:
         file.seek(max(0, found.st_size - _ENDING_BYTES))

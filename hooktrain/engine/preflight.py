@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from hooktrain.engine.hook_base import EVENTS
 from hooktrain.events import EventStorage
-from hooktrain.events.history import OF_THE_MACHINE
 from hooktrain.model.batch_norm import get_bn_modules
 from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.solver.build import Wrappers
@@ -227,10 +226,11 @@ def log_metrics_that_differ(storage: EventStorage) -> None:
     Args:
         storage: the metrics of a run, in which some values may be waiting on a device.
     """
+    # Texts, since NaN does not equal itself.
     values = {
-        name: repr(history.tail(1))
-        for name, history in storage.histories().items()
-        if history.reproducible and not OF_THE_MACHINE.search(name)
+        name: repr(entry)
+        for name, entry in storage.latest().items()
+        if storage.is_reproducible(name)
     }
     different = _names_that_differ(values)
     if different:

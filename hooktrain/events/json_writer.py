@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hooktrain.events.history import OF_THE_MACHINE, HistoryBuffer
 from hooktrain.events.storage import EventStorage, get_event_storage
 from hooktrain.events.writer import Metrics, ScalarWriter
 from hooktrain.utils import comm
@@ -169,7 +168,7 @@ class JSONWriter(ScalarWriter):
         before = self._cut.popleft()
         for name, was in before.items():
             value = row.get(name, "missing")
-            if value != was and _is_reproducible(name, storage):
+            if value != was and storage.is_reproducible(name):
                 logger.warning(_NOT_EXACT, name, iteration, value, was)
                 self._cut.clear()
                 self._equal = 0
@@ -183,11 +182,6 @@ class JSONWriter(ScalarWriter):
         if self._equal:
             logger.info(_EXACT, self._equal)
         self._equal = 0
-
-
-def _is_reproducible(name: str, storage: EventStorage) -> bool:
-    history = storage.histories().get(name, HistoryBuffer())
-    return history.reproducible and not OF_THE_MACHINE.search(name)
 
 
 def load_json_metrics(path: AnyPath) -> list[Row]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hooktrain.events import media
-from hooktrain.events.history import Entry, HistoryBuffer
+from hooktrain.events.history import OF_THE_MACHINE, Entry, HistoryBuffer
 from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import Numbers, State
 
@@ -280,6 +280,11 @@ class EventStorage:
     def smoothing_hints(self) -> dict[str, bool]:
         """Whether writers should smooth a metric, by metric."""
         return {name: h.smoothing_hint for name, h in self._histories.items()}
+
+    def is_reproducible(self, name: str) -> bool:
+        """Whether a resumed run computes the same values of a metric again, which it may lack."""
+        history = self._histories.get(name, HistoryBuffer())
+        return history.reproducible and not OF_THE_MACHINE.search(name)
 
     def clear_images(self) -> None:
         """Remove the images from the queue."""

@@ -128,7 +128,7 @@ def test_the_log_says_what_a_file_has_beside_the_weights(
 
 def test_a_folder_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "weights.pth")
-    with pytest.raises(IsADirectoryError, match=f"pass a file.*'{tmp_path}'"):
+    with pytest.raises(IsADirectoryError, match=f"'{tmp_path}'"):
         load_checkpoint(nn.Linear(1, 1), tmp_path)
 
 

@@ -213,13 +213,9 @@ class LRScheduler(HookBase):
                     name,
                     length,
                 )
-        # Not in a second run, which continues the schedule, and not after a resume without it.
-        if (
-            steps
-            and isinstance(scheduler, LambdaLR)
-            and not scheduler.last_epoch
-            and (self._loaded or not self.trainer.start_iter)
-        ):
+        # A later run may or may not continue the schedule.
+        is_first = not self.trainer.start_iter and not scheduler.last_epoch
+        if is_first and steps and isinstance(scheduler, LambdaLR):
             factor = scheduler.lr_lambdas[0]((self.trainer.max_iter - 1) // period)
             logger.info("LambdaLR ends at %g times the rate", factor)
             if factor < 0:
