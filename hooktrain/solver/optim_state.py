@@ -127,8 +127,9 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: State, names: Names) 
     kept = {}
     for parameter, key in _keys(optimizer, names).items():
         if key in states:
-            entries = states[key].items()
-            states[key] = {name: _like(parameter, item) for name, item in entries}
+            states[key] = {
+                name: _like(parameter, item) for name, item in states[key].items()
+            }
             if dtypes.get(key) == parameter.dtype:
                 kept[parameter] = states[key]
     optimizer.load_state_dict(fitting)

@@ -179,8 +179,12 @@ class PeriodicCheckpointer(HookBase):
 
     def _delete_old(self, iteration: int, path: str) -> None:
         if self.max_to_keep is not None:
-            folder, count = self.checkpointer.save_dir, int(self.max_to_keep)
-            old = files_to_delete(folder, self.file_prefix, count, iteration)
+            old = files_to_delete(
+                self.checkpointer.save_dir,
+                self.file_prefix,
+                int(self.max_to_keep),
+                iteration,
+            )
             delete_after_verifying(path, old)
 
     def _log_disk_full(self, error: OSError) -> None:
