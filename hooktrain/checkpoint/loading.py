@@ -202,7 +202,8 @@ def load_model_state(
             continue
         theirs = _shape(loadable[name])
         own = _shape(ours)
-        if theirs == own or None in (theirs, own):
+        is_free = None in (theirs, own) or name.endswith("_extra_state")
+        if theirs == own or is_free:
             loadable[name] = shard_like(loadable[name], ours)
             continue
         incorrect.append((name, theirs, own))

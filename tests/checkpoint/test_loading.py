@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
@@ -298,6 +298,29 @@ def test_what_a_module_keeps_beside_its_tensors_is_loaded(tmp_path: Path) -> Non
     assert load_model_state(target, nn.Linear(2, 1).state_dict()).missing_keys == [
         "_extra_state"
     ]
+
+
+class Remembering(nn.Linear):
+    """Has a memory that grows, outside of its buffers."""
+
+    memory = torch.zeros(0, 2)
+
+    def get_extra_state(self) -> Tensor:
+        return self.memory
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.memory = state
+
+
+def test_a_tensor_that_a_module_keeps_beside_its_own_may_have_another_shape(
+    tmp_path: Path,
+) -> None:
+    source, target = Remembering(2, 1), Remembering(2, 1)
+    source.memory = torch.tensor([[1.0, 2.0]])
+    path = save(tmp_path / "a.pth", source.state_dict())
+    load_checkpoint(target, path, strict=True)
+    assert torch.equal(target.memory, source.memory)
+    assert torch.equal(target.weight, source.weight)
 
 
 def test_a_part_is_loaded_by_the_names_that_it_has_inside(tmp_path: Path) -> None:
