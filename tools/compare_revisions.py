@@ -79,13 +79,14 @@ def names_to_compare(revisions: list[str]) -> list[str]:
 
 
 def without_settings(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The state of one or several optimizers without the settings that were configured.
+    """The state of one or several optimizers without configured settings and data types.
 
     They only help a resumed run to detect changes, and older revisions do not save them.
     """
     if "param_groups" not in optimizer:
         return {name: without_settings(each) for name, each in optimizer.items()}
-    return {key: each for key, each in optimizer.items() if key != "configured"}
+    left_out = ("configured", "dtypes")
+    return {key: each for key, each in optimizer.items() if key not in left_out}
 
 
 def losses_saved(storage: dict[str, Any]) -> dict[str, Any]:
