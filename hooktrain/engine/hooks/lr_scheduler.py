@@ -57,9 +57,9 @@ class LRScheduler(HookBase):
     Raises:
         TypeError: when training starts, if an object is not a schedule.
         ValueError: when training starts, if a schedule was made for another optimizer, is given
-            twice, lacks its metric, or counts epochs while the trainer has no ``epoch_length``;
-            when the state of other schedulers is loaded; during a run, if the first results lack
-            the metric.
+            twice, lacks its metric, has fewer steps than the run, ends at a negative rate, or
+            counts epochs while the trainer has no ``epoch_length``; when the state of other
+            schedulers is loaded; during a run, if the first results lack the metric.
 
     Attributes:
         scheduler: the schedule as given.
@@ -277,7 +277,7 @@ class LRScheduler(HookBase):
             )
         self._record_rates()
         for by_epoch, schedule in self._steps:
-            # A method call in each step is saved for the others.
+            # Schedules that count iterations skip this call, which would cost each step.
             if not by_epoch or _EPOCH.is_due(self.trainer):
                 schedule.step()
         is_watched = self._driven and self.trainer.done <= self._watched_until
