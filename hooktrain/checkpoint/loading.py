@@ -202,8 +202,7 @@ def load_model_state(
             continue
         theirs = _shape(loadable[name])
         own = _shape(ours)
-        is_free = None in (theirs, own) or name.endswith("_extra_state")
-        if theirs == own or is_free:
+        if theirs == own or None in (theirs, own) or name.endswith("_extra_state"):
             loadable[name] = shard_like(loadable[name], ours)
             continue
         incorrect.append((name, theirs, own))

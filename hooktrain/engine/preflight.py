@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,7 +21,7 @@ from hooktrain.strategy.ddp import refuse_unexchanged
 from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.logger import log_once
-from hooktrain.utils.names import names_used
+from hooktrain.utils.names import State, names_used
 from hooktrain.utils.tensors import checksum, compute_device, norm_of
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def warn_about_rank_differences(model: nn.Module, is_sharded: bool) -> None:
         for name, buffer in bare.named_buffers():
             if name in saved and not name.endswith(_STATISTICS):
                 checksums[name] = checksum(buffer)
-    norms = comm.all_gather(norm)
+    norms, buffers = zip(*comm.all_gather((norm, checksums)), strict=True)
     if min(norms) < 0.999999 * max(norms):
         log_once(
             logger.warning,
@@ -208,7 +208,7 @@ def warn_about_rank_differences(model: nn.Module, is_sharded: bool) -> None:
             "create_ddp_model(model), and call self.model, not the module inside it. A hook that "
             "changes weights must do so on every rank",
         )
-    different = _names_that_differ(checksums)
+    different = _names_that_differ(checksums, buffers)
     if different:
         log_once(
             logger.warning,
@@ -232,7 +232,7 @@ def log_metrics_that_differ(storage: EventStorage) -> None:
         for name, entry in storage.latest().items()
         if storage.is_reproducible(name)
     }
-    different = _names_that_differ(values)
+    different = _names_that_differ(values, comm.all_gather(values))
     if different:
         logger.info(
             "The ranks have recorded different values of %s, and the main process's are written. "
@@ -241,9 +241,8 @@ def log_metrics_that_differ(storage: EventStorage) -> None:
         )
 
 
-def _names_that_differ(own: Mapping[str, Any]) -> list[str]:
-    """The names of up to five of this rank's values that differ on another rank. A collective."""
-    of_ranks = comm.all_gather(own)
+def _names_that_differ(own: State, of_ranks: Iterable[State]) -> list[str]:
+    """The names of up to five of this rank's values that differ on another rank."""
     return [
         name
         for name, value in own.items()
