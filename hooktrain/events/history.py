@@ -4,7 +4,7 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from math import isfinite, isnan, nan
 from typing import Any
 
@@ -54,8 +54,8 @@ class HistoryBuffer:
         pending: pairs (value, iteration) that the storage has not added yet. Some of the values
             may be tensors on a device.
         written: how many values each writer has written, by the names of the writers.
-        shown: a cache for all writers, which the next value clears: the values of a window by its
-            size, and the entries to write by the number of new values and that size.
+        shown: a cache for all writers, which the next value clears: the entries to write, by the
+            number of new values and the size of the window.
     """
 
     def __init__(self, max_length: int = 10_000, result: str = "") -> None:
@@ -68,7 +68,7 @@ class HistoryBuffer:
         self.non_finite_count = 0
         self.finite_sum = 0.0
         self.written: dict[str, int] = {}
-        self.shown: dict[Any, list[Any]] = {}
+        self.shown: dict[tuple[int, int], list[Entry]] = {}
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Add a value.
@@ -88,15 +88,11 @@ class HistoryBuffer:
         self.count += len(entries)
         total = self.finite_sum
         for value, _ in entries:
-            total += value
-        if isfinite(total):  # then all values are
-            self.finite_sum = total
-            return
-        for value, _ in entries:
             if isfinite(value):
-                self.finite_sum += value
+                total += value
             else:
                 self.non_finite_count += 1
+        self.finite_sum = total
 
     def latest(self) -> float:
         """The value that was added last.
@@ -107,12 +103,10 @@ class HistoryBuffer:
         return self._data[-1][0]
 
     def recent(self, window_size: int) -> list[float]:
-        """The values of a window. The list is cached, so do not change it."""
-        if window_size not in self.shown:
-            _, last = self._data[-1]
-            first = last - window_size + 1
-            self.shown[window_size] = [value for value, _ in self.since(first)]
-        return self.shown[window_size]
+        """The values of a window."""
+        _, last = self._data[-1]
+        first = last - window_size + 1
+        return [value for value, _ in self.since(first)]
 
     def median(self, window_size: int) -> float:
         """The median of a window; NaN if one of its values is NaN."""
@@ -139,12 +133,8 @@ class HistoryBuffer:
 
     def since(self, iteration: int) -> list[Entry]:
         """The pairs (value, iteration) after the last one from before ``iteration``."""
-        newest_first = []
-        for entry in reversed(self._data):
-            if entry[1] < iteration:
-                break
-            newest_first.append(entry)
-        return newest_first[::-1]
+        newest_first = takewhile(lambda e: e[1] >= iteration, reversed(self._data))
+        return [*newest_first][::-1]
 
     def state_dict(self) -> State:
         """The last 1000 values, and the count and sum of the global average.

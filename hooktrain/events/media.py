@@ -15,8 +15,7 @@ Histogram = dict[str, Any]  # the arguments of SummaryWriter.add_histogram_raw
 def new_image(name: str, array: Array, iteration: int) -> Image:
     """Copy an image to host memory; see :meth:`EventStorage.put_image`."""
     image = torch.as_tensor(array).detach()
-    channels = image.shape[0] if image.dim() == 3 else 0
-    if channels not in (1, 3):
+    if image.dim() != 3 or len(image) not in (1, 3):
         raise ValueError(
             f"image {name!r} must have the shape (channels, height, width) with 1 or 3 "
             f"channels, but has {tuple(image.shape)}"
