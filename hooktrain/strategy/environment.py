@@ -208,7 +208,9 @@ def join_processes(
     )
     atexit.register(_leave_at_exit)
     comm.object_group(timeout)
-    comm.set_local_rank(info.local_rank, info.local_world_size)
+    # comm.get_local_rank() and comm.get_local_size() read these.
+    os.environ["LOCAL_RANK"] = str(info.local_rank)
+    os.environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
 
 
 def meeting_place(

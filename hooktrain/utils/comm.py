@@ -77,23 +77,11 @@ def _data_share() -> tuple[int, int]:
     return _data_shares.get(dist.group.WORLD, own)
 
 
-def set_local_rank(rank: int, size: int) -> None:
-    """Declare which ranks share a machine, in a script that initialises its own process group.
-
-    It sets ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as torchrun, the strategies and
-    :func:`hooktrain.engine.launch` do.
-
-    Args:
-        rank: the rank of this process on its machine, from 0.
-        size: the number of ranks on the machine.
-    """
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-
-
 def get_local_rank() -> int:
     """The rank of this process on its machine, from ``LOCAL_RANK``.
 
-    See :func:`set_local_rank`.
+    torchrun, the strategies and :func:`hooktrain.engine.launch` set the variable. A script that
+    initialises its own process group must set it, and ``LOCAL_WORLD_SIZE``.
 
     Raises:
         RuntimeError: if there are several processes, but the variable is not set.
@@ -112,8 +100,8 @@ def _local_number(variable: str, alone: int) -> int:
     if get_world_size() == 1:
         return alone
     raise RuntimeError(
-        "it is unknown which ranks share a machine: start them by launch() or torchrun, or call "
-        "comm.set_local_rank()"
+        "it is unknown which ranks share a machine: start them by launch() or torchrun, or set "
+        "LOCAL_RANK and LOCAL_WORLD_SIZE"
     )
 
 

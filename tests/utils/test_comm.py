@@ -96,14 +96,12 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
 def visit_local_ranks() -> None:
     rank = comm.get_rank()
     for ask in (comm.get_local_rank, comm.get_local_size):
-        with pytest.raises(RuntimeError, match=r"launch\(\)"):
+        with pytest.raises(RuntimeError, match="LOCAL_RANK and LOCAL_WORLD_SIZE"):
             ask()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "7")
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         assert (comm.get_local_rank(), comm.get_local_size()) == (7, 8)
-        comm.set_local_rank(rank % 2, 2)
-        assert (comm.get_local_rank(), comm.get_local_size()) == (rank % 2, 2)
 
 
 def test_a_rank_has_a_place_on_its_machine() -> None:
