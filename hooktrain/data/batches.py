@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from hooktrain.data.loader import TrainLoader
@@ -21,7 +22,7 @@ from hooktrain.data.samplers import (
 )
 from hooktrain.utils import comm
 from hooktrain.utils.names import State, names_used
-from hooktrain.utils.tensors import checksum, map_leaves
+from hooktrain.utils.tensors import checksum
 from hooktrain.utils.workers import start_workers
 
 logger = logging.getLogger(__name__)
@@ -247,12 +248,6 @@ def warn_about_equal_batches(batches: Batches) -> None:
 
 def _checksum(batch: Any) -> int:
     """A checksum of the dense tensors of a batch; 0 if it has none."""
-    numbers: list[int] = []
-
-    def add(_: Any, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            numbers.append(checksum(leaf))
-        return leaf
-
-    map_leaves(add, batch)
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    numbers = list(map(checksum, tensors))
     return hash(tuple(numbers)) if any(numbers) else 0
