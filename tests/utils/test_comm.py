@@ -94,7 +94,6 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
 
 
 def visit_local_ranks() -> None:
-    rank = comm.get_rank()
     for ask in (comm.get_local_rank, comm.get_local_size):
         with pytest.raises(RuntimeError, match="LOCAL_RANK and LOCAL_WORLD_SIZE"):
             ask()
