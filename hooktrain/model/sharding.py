@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import Tensors, compute_device, local_tensor, shard_like
+from hooktrain.utils.tensors import (
+    Tensors,
+    broadcast_tensors,
+    compute_device,
+    shard_like,
+)
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -102,9 +107,9 @@ def shard_model(
     if values is not None:
         _fill(model, values, offload)
     elif mesh is not None and mesh.ndim > 1:
-        for _, tensor in named_tensors(model):  # replicas may have different values
-            local = local_tensor(tensor.detach())
-            dist.broadcast(local, group=mesh.get_group(0), group_src=0)
+        # Replicas may have different values.
+        tensors = (*model.parameters(), *model.buffers())
+        broadcast_tensors(tensors, mesh.get_group(0))
     return model
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hooktrain.model.base_model import BaseModel
 from hooktrain.model.losses import Values
 from hooktrain.utils.names import did_you_mean
+from hooktrain.utils.tensors import broadcast_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -178,9 +179,8 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             raise ValueError(
                 f"move the parameters {own} of {type(module).__name__} itself into a child"
             )
-        group = kwargs.get("process_group")
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+        tensors = (*module.parameters(), *module.buffers())
+        broadcast_tensors(tensors, kwargs.get("process_group"))
         kwargs["broadcast_buffers"] = broadcast_buffers
         parts: dict[nn.Module | None, nn.Module] = {}
         self.exchanged = {p for p in module.parameters() if p.requires_grad}

@@ -1,12 +1,12 @@
 """The order of the steps that make a model ready to train."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hooktrain.config import instantiate
 from hooktrain.model import init_weights_once
@@ -15,16 +15,13 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import Device
+from hooktrain.utils.tensors import Device, broadcast_tensors
 
 logger = logging.getLogger(__name__)
 
 Compile: TypeAlias = bool | Mapping[str, Any]
 # A model, a LazyCall of it, or a function that makes it.
 ModelSource: TypeAlias = nn.Module | Mapping[str, Any] | Callable[[], nn.Module]
-
-# The extra memory of a broadcast, as in DistributedDataParallel.
-_BUCKET_BYTES = 250 * 1024 * 1024
 
 
 class BaseStrategy:
@@ -210,7 +207,7 @@ class BaseStrategy:
     def place_model(self, model: nn.Module) -> nn.Module:
         """Move a model to ``self.device``, with the first rank's weights. A collective."""
         model = model.to(self.device)
-        _broadcast((*model.parameters(), *model.buffers()))
+        broadcast_tensors((*model.parameters(), *model.buffers()))
         return model
 
     def compile_model(self, model: nn.Module, compile: Compile = False) -> nn.Module:
@@ -255,11 +252,4 @@ def broadcast_buffers(model: nn.Module) -> None:
     Unless the ranks exchange buffers during training, each rank has the statistics of its own
     batches.
     """
-    _broadcast(model.buffers())
-
-
-def _broadcast(given: Iterable[Tensor]) -> None:
-    tensors = [tensor.detach() for tensor in given]
-    if tensors and comm.get_world_size() > 1:
-        # DistributedDataParallel uses this function too; it has no public name.
-        dist._broadcast_coalesced(dist.group.WORLD, tensors, _BUCKET_BYTES, 0)  # type: ignore[arg-type, attr-defined]
+    broadcast_tensors(model.buffers())

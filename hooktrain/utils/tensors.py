@@ -12,11 +12,15 @@ from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hooktrain.utils import comm
 from hooktrain.utils.names import Keys, dotted
+
+# The extra memory of a broadcast, as in DistributedDataParallel.
+_BUCKET_BYTES = 250 * 1024 * 1024
 
 # A device, or its name.
 Device = str | torch.device
@@ -36,6 +40,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local.detach()
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], group: comm.Group = None) -> None:
+    """Send the first rank's tensors to the other ranks of a group. Collective.
+
+    Args:
+        tensors: the tensors, which are changed in place; of sharded ones the local shards.
+        group: the ranks that take part; None means all ranks.
+    """
+    local = [local_tensor(tensor.detach()) for tensor in tensors]
+    if local and comm.get_world_size() > 1:
+        # DistributedDataParallel uses this function too; it has no public name.
+        dist._broadcast_coalesced(group or dist.group.WORLD, local, _BUCKET_BYTES, 0)  # type: ignore[arg-type, attr-defined]
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
