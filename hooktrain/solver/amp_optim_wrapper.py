@@ -69,7 +69,6 @@ class AmpOptimWrapper(OptimWrapper):
             # Let the scaler skip updates. If SGD's fused kernel skipped the first one, the
             # momentum buffers would stay uninitialised.
             optimizer._step_supports_amp_scaling = False
-        self._unscaled = False
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
@@ -83,24 +82,17 @@ class AmpOptimWrapper(OptimWrapper):
         super().backward(self.grad_scaler.scale(loss), **kwargs)
 
     def start_accumulation(self) -> None:
-        """Also reset the scaler if an error has interrupted a step after unscaling."""
+        """Also drop the scaler's record of a step that an error has interrupted."""
         super().start_accumulation()
-        if self._unscaled:
-            # Host-device synchronisation, but only after a failed step. With a given scale,
-            # update() only discards its record of the gradients.
-            scale = self.grad_scaler.get_scale()
-            self.grad_scaler.update(scale)
-        self._unscaled = False
+        if self.grad_scaler.is_enabled():
+            self.grad_scaler._per_optimizer_states.clear()
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the scale, once per step."""
-        if not self._unscaled:
-            self.grad_scaler.unscale_(self.optimizer)
-            self._unscaled = True
+        self.grad_scaler.unscale_(self.optimizer)
 
     def _apply(self, kwargs: Options) -> bool:
         scaler = self.grad_scaler
-        self._unscaled = False
         if not scaler.is_enabled():
             return super()._apply(kwargs)
         # Host-device synchronisation: reads the overflow flag. Fused optimizers read it
