@@ -50,10 +50,10 @@ def update_bn_stats(
         return
     # For each channel: the number of values, their sum, and the sum of their squares, in float64,
     # which limits cancellation if the mean is large.
-    sums: dict[Any, Tensor] = {}
-    for layer in layers:
-        zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
-        sums[layer] = torch.stack([zeros] * 3)
+    sums: dict[Any, Tensor] = {
+        layer: layer.running_mean.new_zeros(3, layer.num_features, dtype=torch.float64)
+        for layer in layers
+    }
 
     def observe(layer: nn.Module, args: tuple[Tensor]) -> None:
         sums[layer] += _sums_of(args[0])

@@ -204,12 +204,13 @@ def _saved_keys(
     same = saved
     if saved != here and not all(isinstance(key, str) for key in here + saved):
         same = _keys_at_positions(optimizer, state_dict, here, names)
-    different = [key for key in here + same if (key in here) != (key in same)]
+    different = set(here) ^ set(same)
     if different or ("whole" in state_dict and same != here):
         raise ValueError(
-            f"the optimizer and its saved state differ in the parameters {different[:10]}, or in "
-            "their order: build it with those of the saved run (any that were added during that "
-            f"run may be there from the start, frozen), or {WITHOUT_OPTIMIZER}"
+            "the optimizer and its saved state differ in the parameters "
+            f"{sorted(different)[:10]}, or in their order: build it with those of the saved run "
+            "(any that were added during that run may be there from the start, frozen), or "
+            f"{WITHOUT_OPTIMIZER}"
         )
     return dict(zip(saved, same, strict=True))
 
