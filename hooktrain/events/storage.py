@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hooktrain.events import media
 from hooktrain.events.history import OF_THE_MACHINE, Entry, HistoryBuffer
 from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import Numbers, State
 
-Scalar = float | np.generic | media.Array  # with one element
+Array = Tensor | NDArray[Any]
+Scalar = float | np.generic | Array  # with one element
+Image = tuple[str, Tensor, int]  # a name, an image on the CPU, its iteration
+Histogram = dict[str, Any]  # the arguments of SummaryWriter.add_histogram_raw
 
 _MAX_PENDING = 4096  # how many values of a metric may wait to be fetched
 _MAX_QUEUED = 64  # how many images, or histograms, may wait for a writer
@@ -101,8 +104,8 @@ class EventStorage:
         self._histories: dict[str, HistoryBuffer] = {}
         self._tensors: list[Tensor] = []  # the pending values that are on a device
         # These are detectron2's names, which its users' writers read.
-        self._vis_data: deque[media.Image] = deque(maxlen=_MAX_QUEUED)
-        self._histograms: deque[media.Histogram] = deque(maxlen=_MAX_QUEUED)
+        self._vis_data: deque[Image] = deque(maxlen=_MAX_QUEUED)
+        self._histograms: deque[Histogram] = deque(maxlen=_MAX_QUEUED)
 
     def put_scalar(
         self,
@@ -207,7 +210,7 @@ class EventStorage:
                 log_once(logger.warning, _TWICE, name)
             known[name].update(value, iteration)
 
-    def put_image(self, img_name: str, img_tensor: media.Array) -> None:
+    def put_image(self, img_name: str, img_tensor: Array) -> None:
         """Queue a copy of an image for the writers. This waits for the image's device.
 
         The last 64 images are kept until they are written.
@@ -221,11 +224,17 @@ class EventStorage:
             ValueError: if it has another shape.
         """
         name = self._current_prefix + img_name
-        image = media.new_image(name, img_tensor, self.iter)
-        self._vis_data.append(image)
+        image = torch.as_tensor(img_tensor).detach()
+        if image.dim() != 3 or len(image) not in (1, 3):
+            raise ValueError(
+                f"image {name!r} must have the shape (channels, height, width) with 1 or 3 "
+                f"channels, but has {tuple(image.shape)}"
+            )
+        copied = image.to("cpu", copy=True)  # host-device synchronisation
+        self._vis_data.append((name, copied, self.iter))
 
     def put_histogram(
-        self, hist_name: str, hist_tensor: media.Array, bins: int = 1000
+        self, hist_name: str, hist_tensor: Array, bins: int = 1000
     ) -> None:
         """Queue a histogram for the writers, as :meth:`put_image` queues an image.
 
@@ -238,8 +247,20 @@ class EventStorage:
             ValueError: if there are no elements, if one is infinite or NaN, or if ``bins`` is below
                 1.
         """
-        name = self._current_prefix + hist_name
-        histogram = media.new_histogram(name, hist_tensor, self.iter, bins)
+        tensor = torch.as_tensor(hist_tensor).detach()
+        values = tensor.cpu().double().numpy()  # host-device synchronisation
+        counts, edges = np.histogram(values, bins)
+        histogram = {
+            "tag": self._current_prefix + hist_name,
+            "min": float(values.min()),
+            "max": float(values.max()),
+            "num": values.size,
+            "sum": float(values.sum()),
+            "sum_squares": float(np.square(values).sum()),
+            "bucket_limits": edges[1:].tolist(),
+            "bucket_counts": counts.tolist(),
+            "global_step": self.iter,
+        }
         self._histograms.append(histogram)
 
     def history(self, name: str) -> HistoryBuffer:
