@@ -75,7 +75,7 @@ class JSONWriter(ScalarWriter):
             rows.append(row)
         if rows:
             text = "".join(map(encode_row, rows))
-            storage.file_sizes[self.name] = self._append(text.encode())
+            storage.info[self.name] = self._append(text.encode())
         for row in rows:
             self._compare(row, storage)
 
@@ -120,7 +120,7 @@ class JSONWriter(ScalarWriter):
         if self._path.exists():
             lock_folder(self._path.parent)  # the lines may be another run's
             data = self._path.read_bytes()
-        size = storage.file_sizes.get(self.name, len(data))
+        size = storage.info.get(self.name, len(data))
         lines = [*_read_lines(self._path, data)]
         size = self._with_late_row(lines, size, iteration - 1)
         self._cut.clear()
@@ -136,7 +136,7 @@ class JSONWriter(ScalarWriter):
         if whole != data:
             with atomic_write(self._path) as file:
                 file.write(whole)
-        storage.file_sizes[self.name] = len(whole)
+        storage.info[self.name] = len(whole)
         if len(data) < size:
             logger.error(_LOST, self._path, len(data), size)
 

@@ -87,8 +87,8 @@ class EventStorage:
         max_iter: the iteration at which the run ends, exclusive; 0 if unknown.
         epoch_length: the number of iterations per epoch; None if unknown.
         written: the last iteration that the writers of a run have written.
-        info: plain values that are saved with the metrics.
-        file_sizes: the size of each metrics file in bytes, by name.
+        info: plain values that are saved with the metrics, such as the size of each metrics file in
+            bytes, by its name.
     """
 
     max_iter: int = 0
@@ -98,7 +98,6 @@ class EventStorage:
     def __init__(self, start_iter: int = 0) -> None:
         self.iter = int(start_iter)
         self.info: dict[str, Any] = {}
-        self.file_sizes: dict[str, int] = {}
         self._writers: dict[str, object] = {}
         self._current_prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
@@ -363,7 +362,6 @@ class EventStorage:
         return {
             "iteration": self.iter,
             "metrics": {n: h.state_dict() for n, h in self._histories.items()},
-            "file_sizes": dict(self.file_sizes),
             "info": dict(self.info),
         }
 
@@ -376,8 +374,8 @@ class EventStorage:
         if "written_counts" in state_dict:
             self._complete(state_dict["written_counts"])
         self.iter = state_dict["iteration"]
-        self.file_sizes = dict(state_dict["file_sizes"])
-        self.info = dict(state_dict["info"])
+        # Earlier checkpoints have the sizes of files in a dict of their own.
+        self.info = {**state_dict.get("file_sizes", {}), **state_dict["info"]}
 
     def _complete(self, counts: Mapping[str, Mapping[str, int]]) -> None:
         """Add the attributes that histories of the earliest checkpoints lack.

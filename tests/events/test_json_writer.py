@@ -214,7 +214,7 @@ def test_a_resumed_run_ends_with_the_file_of_an_uninterrupted_one_and_says_so(
             file.write('{"iteration": 7')  # killed while it wrote
         storage = EventStorage()
         storage.load_state_dict(state)
-        kept = state["file_sizes"]["resumed.json"]
+        kept = state["info"]["resumed.json"]
         cut = path.read_bytes()[kept:].count(b"\n")
         run(path, checkpoint + 1, 100, storage)
     assert path.read_text() == whole.read_text()
@@ -418,6 +418,19 @@ def test_a_result_that_came_once_more_around_a_save_is_there_twice(path: Path) -
     assert lines(path) == [{"accuracy": 1.0, "iteration": 0}] * 2
 
 
+def test_the_size_of_the_file_in_an_earlier_checkpoint_is_used(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = run(path, 0, 67, EventStorage(), 60)
+    size = state["info"].pop(path.name)
+    path.write_bytes(b"")
+    storage = EventStorage()
+    storage.load_state_dict({**state, "file_sizes": {path.name: size}})
+    with storage:
+        JSONWriter(path).rewind(61)
+    assert f"has 0 of {size} bytes" in caplog.text
+
+
 @pytest.mark.parametrize("left", [0, 100, None])
 def test_what_a_file_has_lost_is_left_out_and_named(
     left: int | None, path: Path, caplog: pytest.LogCaptureFixture
@@ -435,9 +448,7 @@ def test_what_a_file_has_lost_is_left_out_and_named(
         "METRICS ARE LOST, if the checkpoint is of a run in"
     )
     kept = len(before[: left or 0])
-    assert error.message.endswith(
-        f"has {kept} of {state['file_sizes'][path.name]} bytes"
-    )
+    assert error.message.endswith(f"has {kept} of {state['info'][path.name]} bytes")
     rest = lines(path)[len(complete) :]
     assert path.read_bytes().startswith(b"".join(complete))
     assert rest[0] == {"iteration": 62, "accuracy": 62.0}

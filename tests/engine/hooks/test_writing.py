@@ -277,7 +277,7 @@ def test_two_writers_of_one_name_are_refused(tmp_path: Path) -> None:
     path.unlink()
     trainer = Idle(PeriodicWriter(both[:1], 2), PeriodicWriter(both[:1], 3))
     trainer.train(0, 4)  # one writer with two periods
-    assert list(trainer.storage.file_sizes) == ["metrics.json"]
+    assert list(trainer.storage.info) == ["metrics.json"]
 
 
 class Full(Recorder):
