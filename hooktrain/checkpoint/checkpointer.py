@@ -395,12 +395,8 @@ class Checkpointer:
 
     def _names_to_resume(self) -> Iterator[str]:
         """The names of the checkpoints to try, newest first. Collective."""
-
-        def find() -> list[str]:
-            self.wait()
-            return names_to_resume(self.save_dir) if comm.is_main_process() else []
-
-        names = on_all_ranks(find)[0]
+        on_all_ranks(self.wait)
+        names = on_main_process(partial(names_to_resume, self.save_dir))
         return self._store.names_to_resume(names) if self._store else iter(names)
 
     def resume_or_load(

@@ -243,8 +243,7 @@ def archive_folder(folder: AnyPath, initial: AnyPath = "") -> Path | None:
             "rename, since it has checkpoints: use another output folder"
         )
     lock_folder(path)
-    aside = first_free(path)
-    path.rename(aside)
+    aside = path.rename(first_free(path))
     path.mkdir()
     unlock_folder(path)
     return aside

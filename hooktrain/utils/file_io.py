@@ -95,9 +95,8 @@ def keep_lock(folder: AnyPath) -> None:
 def unlock_folder(folder: AnyPath) -> None:
     """Release the lock of :func:`lock_folder`, if this process holds it."""
     path = Path(folder).resolve() / ".lock"
-    lock = _locks.pop(path, None)
-    if lock is not None:
-        lock.release()
+    if path in _locks:
+        _locks.pop(path).release()
 
 
 def sweep(folder: AnyPath) -> None:
