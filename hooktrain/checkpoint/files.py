@@ -298,33 +298,29 @@ class CheckpointFile:
 
     Attributes:
         path: the path of the file.
-        seen_as: the machine, and the numbers of the disk and the file there. Ranks that see the
-            same file have the same ``seen_as``.
         ending: the size of the file, and the checksum of its last bytes, in which torch keeps the
-            checksums of the parts. Machines with equal files have the same ``ending``.
+            checksums of the parts. Ranks that see equal files have the same ``ending``.
     """
 
     path: AnyPath
-    seen_as: tuple[Any, ...] = ()
     ending: tuple[int, ...] = ()
 
     def verify(
         self, part: int = 0, parts: int = 1, *, sizes_only: bool = False
     ) -> None:
-        """Compare the checksums in the file, which is not divided: the first part is all of it.
+        """Compare the checksums in the file, always all of them.
 
         Args:
-            part: which part to verify, from 0, if the ranks divide the work.
+            part: which part of a folder to verify, from 0, if the ranks divide the work.
             parts: the number of parts.
-            sizes_only: whether only the sizes of shards are compared, since the data of tensors
-                will not be read. A file is always verified as a whole.
+            sizes_only: whether only the sizes of shards in a folder are compared, since the data of
+                tensors will not be read.
 
         Raises:
             CorruptCheckpointError: if it is broken.
             OSError: if it cannot be opened.
         """
-        if part == 0:
-            verify_file(self.path)
+        verify_file(self.path)
 
     def read(
         self,

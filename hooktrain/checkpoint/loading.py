@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import reprlib
-import socket
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -51,8 +50,7 @@ def open_checkpoint(path: str) -> CheckpointFile:
     with open(path, "rb") as file:
         file.seek(max(0, found.st_size - _ENDING_BYTES))
         ending = (found.st_size, zlib.crc32(file.read()))
-    seen_as = (socket.gethostname(), found.st_dev, found.st_ino)
-    return CheckpointFile(path, seen_as, ending)
+    return CheckpointFile(path, ending)
 
 
 def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> State:
@@ -79,8 +77,8 @@ def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> S
 def read_on_all_ranks(path: str, model: nn.Module) -> State:
     """Verify and load a file or a folder on every rank; see :func:`read_checkpoint`. Collective.
 
-    The ranks divide the files of a folder among themselves to verify them. If several ranks see
-    the same file on the same machine, only one of them verifies it.
+    Each rank verifies a file as a whole, since it may see another disk than the others. The files
+    of a folder are divided among the ranks.
 
     Args:
         path: the path of the file or folder, which every rank must be able to read.
@@ -88,7 +86,7 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
 
     Raises:
         CorruptCheckpointError: on every rank, if it is broken, holds no model state, or differs
-            between machines.
+            between the ranks.
         OSError: on every rank, if one of them cannot open it.
     """
     rank = comm.get_rank()
@@ -97,8 +95,7 @@ def read_on_all_ranks(path: str, model: nn.Module) -> State:
     if len({each.ending for each in seen}) > 1:
         raise CorruptCheckpointError(f"the ranks see different files at {path}")
     checkpoint = seen[rank]
-    same = [i for i, each in enumerate(seen) if each == checkpoint]
-    on_all_ranks(lambda: checkpoint.verify(same.index(rank), len(same)))
+    on_all_ranks(partial(checkpoint.verify, rank, len(seen)))
     states: list[State] = []
     on_all_ranks(lambda: states.append(checkpoint.read(model)))
     return states[0]
