@@ -3,6 +3,7 @@
 import copy
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,29 +129,28 @@ class BaseAveragedModel(nn.Module):
         return averages, weights
 
 
+@dataclass
 class _Swap(AbstractContextManager[None]):
     """A context in which a model has the averaged weights."""
 
-    _own: Tensors | None = None
-
-    def __init__(self, average: BaseAveragedModel, model: nn.Module) -> None:
-        self._average = average
-        self._model = model
+    average: BaseAveragedModel
+    model: nn.Module
+    own: Tensors | None = None  # the model's weights meanwhile
 
     def __enter__(self) -> None:
-        averages, weights = self._average._matched(self._model)
-        self._own = {name: weight.detach().clone() for name, weight in weights.items()}
+        averages, weights = self.average._matched(self.model)
+        self.own = {name: weight.detach().clone() for name, weight in weights.items()}
         _write(weights, averages)
         torch.clear_autocast_cache()
 
     def __exit__(self, *error: object) -> None:
         # The tensors are looked up again, since an evaluation unshards those of a sharded model.
-        _, weights = self._average._matched(self._model)
-        _write(weights, self._own or {})
+        _, weights = self.average._matched(self.model)
+        _write(weights, self.own or {})
         torch.clear_autocast_cache()
 
     def __del__(self) -> None:
-        if self._own is None:
+        if self.own is None:
             logger.warning("swap() exchanges nothing: it needs `with ema.swap():`")
 
 

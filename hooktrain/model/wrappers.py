@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.utils import _replace_by_prefix
 from torch.nn.parallel import DistributedDataParallel
 
 from hooktrain.model.base_model import BaseModel
@@ -87,9 +88,8 @@ class NamingDistributedDataParallel(DistributedDataParallel):
 
 def _add_zeros(parameters: list[nn.Parameter], total: Tensor) -> Tensor:
     """Add 0 of each parameter, so that the gradient of the last one is ready first."""
-    for parameter in parameters:
-        total = total + (parameter * 0).abs().sum().to(total)
-    return total
+    zeros = ((parameter * 0).abs().sum().to(total) for parameter in parameters)
+    return sum(zeros, total)
 
 
 class StepDistributedDataParallel(NamingDistributedDataParallel):
@@ -220,10 +220,7 @@ class _Part(StepDistributedDataParallel):
     def _load_from_state_dict(
         self, state: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        for name in list(state):
-            if name.startswith(prefix):
-                inner = name.removeprefix(prefix)
-                state[f"{prefix}module.{inner}"] = state.pop(name)
+        _replace_by_prefix(state, prefix, f"{prefix}module.")
         super()._load_from_state_dict(state, prefix, *args)
 
 

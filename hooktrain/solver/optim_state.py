@@ -81,10 +81,11 @@ def fit_state(optimizer: Optimizer, state_dict: State, names: Names) -> State:
     saved_as = _saved_keys(optimizer, state_dict, names)
     if "whole" in state_dict:
         return state_dict["whole"]  # type: ignore[no-any-return]
-    settings_at = {}
-    for group in state_dict["param_groups"]:
-        for key in group["params"]:
-            settings_at[saved_as[key]] = settings_of(group)
+    settings_at = {
+        saved_as[key]: settings_of(group)
+        for group in state_dict["param_groups"]
+        for key in group["params"]
+    }
     groups = []
     for group in optimizer.param_groups:
         ours = settings_of(group)

@@ -101,11 +101,11 @@ class FSDPStrategy(BaseStrategy):
                 "FSDPStrategy needs a process group: start processes by torchrun or launch()"
             )
         size = self.world_size
-        sizes = {**self.mesh_sizes}
-        sizes.setdefault("shard", size // math.prod(sizes.values()))
+        left = size // math.prod(self.mesh_sizes.values())
+        sizes = {"shard": left, **self.mesh_sizes}
         names = tuple(name for name in DIMENSIONS if name in sizes)
         shape = tuple(sizes[name] for name in names)
-        if math.prod(sizes.values()) != size or len(names) < len(sizes):
+        if math.prod(shape) != size or len(names) < len(sizes):
             raise ValueError(
                 f"mesh must have sizes of {DIMENSIONS} whose product is {size}, the number of "
                 f"processes, not {self.mesh_sizes}"
