@@ -98,10 +98,9 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
             f"launcher must be 'none' or one of {[*_VARIABLES]}, got {launcher!r}"
         )
     names = _VARIABLES[launcher]
-    known = {"LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE")}  # as DeepSpeed calls it
-    if os.environ.get(names[2]) == "1":  # a single process
-        known = dict(zip(names, ("0", "0", "1", "1"), strict=True))
-    values = {name: os.environ.get(name, known.get(name)) for name in names}
+    if os.environ.get(names[2]) == "1":  # a single process need not know more
+        return RankInfo()
+    values = {name: os.environ.get(name) for name in names}
     missing = [name for name, value in values.items() if value is None]
     if missing:
         raise ValueError(

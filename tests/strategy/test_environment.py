@@ -106,19 +106,9 @@ def test_two_processes_of_one_machine_are_two_ranks(
     assert get_rank_info(launcher) == RankInfo(1, 1, 2, 2)
 
 
-def test_the_launcher_of_deepspeed_has_another_name_for_the_local_size(
-    started_by: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started_by(TORCHRUN, LOCAL_SIZE="2")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert get_rank_info("pytorch") == RankInfo(3, 1, 4, 2)
-
-
 def test_of_a_single_process_a_launcher_need_not_say_more(started_by: Any) -> None:
     started_by(WORLD_SIZE="1")
     assert get_rank_info("pytorch") == RankInfo(0, 0, 1, 1)
-    started_by(LOCAL_RANK="3")  # the device that it should take
-    assert get_rank_info("pytorch") == RankInfo(0, 3, 1, 1)
 
 
 def test_the_processes_of_several_machines_need_an_address(started_by: Any) -> None:
