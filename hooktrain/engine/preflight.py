@@ -57,7 +57,8 @@ def check_parts(model: nn.Module, optim_wrapper: Wrappers) -> None:
     if started > comm.get_world_size():
         logger.warning(
             "%d processes were started together, but this one has not joined the others: each "
-            "trains its own model. To train one model, call launch(main) or strategy.setup() first",
+            "trains its own model. To train one model, first call launch(main), or setup() of a "
+            "strategy such as DDPStrategy",
             started,
         )
 

@@ -25,19 +25,13 @@ from hooktrain.utils.tensors import compute_device
 class SingleDeviceStrategy(BaseStrategy):
     """One process on an accelerator, or on the CPU if there is none. The model is not wrapped.
 
-    The arguments are those of :class:`BaseStrategy`.
+    The process joins no others. If a launcher has started several, each trains its own model, and
+    a warning says so.
 
-    Raises:
-        RuntimeError: in :meth:`setup`, if there are several processes.
+    The arguments are those of :class:`BaseStrategy`.
     """
 
     def _join_processes(self) -> None:
-        size = count_processes(self.environment.launcher)
-        if size > 1:
-            raise RuntimeError(
-                f"SingleDeviceStrategy does not support {size} processes: use DDPStrategy, "
-                "FSDPStrategy or 'auto'"
-            )
         self.launcher = "none"
 
 

@@ -134,15 +134,11 @@ def find_address(info: RankInfo) -> tuple[str, int]:
     return host or "127.0.0.1", int(os.environ.get("MASTER_PORT", "29500"))
 
 
-def count_processes(launcher: Launcher | None = None) -> int:
-    """The number of processes of the run, even before they have joined each other.
-
-    Args:
-        launcher: the program that started them; None infers it.
-    """
+def count_processes() -> int:
+    """The number of processes of the run, even before they have joined each other."""
     if dist.is_initialized():  # perhaps by a script whose variables are incomplete
         return dist.get_world_size()
-    return get_rank_info(launcher or infer_launcher()).world_size
+    return get_rank_info(infer_launcher()).world_size
 
 
 def restart_count() -> int:

@@ -308,12 +308,6 @@ def test_the_number_0_is_an_accelerator_and_not_left_out() -> None:
         joining.choose_device(0)
 
 
-def test_a_single_device_is_for_one_process(started_by: Any) -> None:
-    started_by(torchrun(world_size=2))
-    with pytest.raises(RuntimeError, match="2 processes"):
-        set_up()
-
-
 @pytest.mark.parametrize(
     ("visible", "backend", "expected"),
     [(1, None, "cuda:0"), (4, None, "cuda:2"), (2, "gloo", None)],
