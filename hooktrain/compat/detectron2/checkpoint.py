@@ -89,8 +89,10 @@ class Checkpointer(core.Checkpointer):
     def get_all_checkpoint_files(self) -> list[str]:
         """The paths of all checkpoints in ``save_dir``, sorted."""
         self.wait()
-        folder = self.save_dir
-        return [os.path.join(folder, name) for name in checkpoint_names(folder)]
+        return [
+            os.path.join(self.save_dir, name)
+            for name in checkpoint_names(self.save_dir)
+        ]
 
     def save(self, name: str, **extra: Any) -> None:
         """Write a checkpoint, and make it the one to resume from; see the base class."""
@@ -255,8 +257,8 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
     Args:
         checkpointer: the Checkpointer to save with.
         period: see the base class; without a trainer, in iterations.
-        max_iter: the number of iterations of the run; a trainer sets it. None writes no final
-            file.
+        max_iter: the number of iterations of the run, for a loop without a trainer. None writes
+            no final file.
         max_to_keep: see the base class.
         file_prefix: see the base class.
     """
@@ -288,6 +290,7 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
         if isinstance(self.trainer, TrainerBase):
             super().after_step()
         else:
+            self.max_iter = self.trainer.max_iter
             self.step(self.trainer.iter)
 
     def after_train(self) -> None:
@@ -304,9 +307,10 @@ class PeriodicCheckpointer(hooks.PeriodicCheckpointer):
         if not self._has_begun:
             self._begin(is_new=iteration == 0)
         is_due = (iteration + 1) % in_iterations(self.period.every, None) == 0
-        if is_due or self._is_last(iteration):
-            self._save(iteration, **extra)
-        if self._is_last(iteration):
+        is_last = self.max_iter is not None and iteration >= self.max_iter - 1
+        if is_due or is_last:
+            self._save(iteration, is_last, **extra)
+        if is_last:
             self.checkpointer.finish()
 
     def save(self, name: str, **extra: Any) -> None:

@@ -72,16 +72,14 @@ class PeriodicCheckpointer(HookBase):
         check_saver(checkpointer, file_prefix)
         self.checkpointer = checkpointer
         self.period = Period(period)
-        self.max_iter: int | None = None
         self._is_untried = True  # until a state after an update was checked
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
         self.needs_every_rank = checkpointer.sharded  # each rank writes its shards
 
     def before_train(self) -> None:
-        """Remember where the run ends; warn about state that would not be saved."""
+        """Lock the folder; warn about state that would not be saved."""
         trainer = self.trainer  # a weak proxy
-        self.max_iter = trainer.max_iter
         self.checkpointer.run_files = lambda: [
             path for hook in trainer.hooks for path in hook.run_files()
         ]
@@ -128,10 +126,7 @@ class PeriodicCheckpointer(HookBase):
             )
         if self.period.is_due_or_last(self.trainer):
             with self.trainer.clock.pause("save"):
-                self._save(iteration, **extra)
-
-    def _is_last(self, iteration: int) -> bool:
-        return self.max_iter is not None and iteration >= self.max_iter - 1
+                self._save(iteration, self.trainer.is_last, **extra)
 
     def after_train(self) -> None:
         """Save the final checkpoint of a run that was stopped early; wait until all is on disk."""
@@ -139,10 +134,9 @@ class PeriodicCheckpointer(HookBase):
         if not trainer.succeeded:
             self.checkpointer.give_up()
             return
-        is_shorter = trainer.max_iter != self.max_iter
-        if is_shorter and trainer.done > 0:  # it may have been stopped before a resume
-            self.max_iter = trainer.max_iter
-            self._save(trainer.done - 1)
+        is_cut = trainer.stop_reason is not None and not trainer.is_last
+        if is_cut and trainer.done > 0:  # it may have been stopped before a resume
+            self._save(trainer.done - 1, is_last=True)
         if self.on_every_rank:
             on_all_ranks_patiently(self.checkpointer.finish)
         else:
@@ -152,10 +146,10 @@ class PeriodicCheckpointer(HookBase):
         """The configuration of the run."""
         return [os.path.join(self.checkpointer.save_dir, "config.json")]
 
-    def _save(self, iteration: int, **extra: Any) -> None:
+    def _save(self, iteration: int, is_last: bool, **extra: Any) -> None:
         if self.on_every_rank:
             self.trainer.prepare_save()
-        if self._is_last(iteration):
+        if is_last:
             self.checkpointer.save(
                 f"{self.file_prefix}_final", iteration=iteration, **extra
             )
