@@ -95,8 +95,6 @@ class Preemption(HookBase):
         self.checkpointer.saved_iteration = None  # one of an earlier run does not count
         self._next_exchange = 0
         self._process = os.getpid()
-        folder = self.checkpointer.save_dir if comm.is_main_process() else ""
-        self._stop_file = folder and os.path.join(folder, STOP_FILE)
         self._look_for_stop_file()
         of_scheduler = [n for n in ENDING if is_scheduler_handler(signal.getsignal(n))]
         # Another hook of this class may have installed its handler already.
@@ -176,9 +174,10 @@ class Preemption(HookBase):
         self._next_exchange = trainer.done + int(_ASK_SECONDS / mean)
 
     def _look_for_stop_file(self) -> None:
-        path = self._stop_file
-        if os.path.isfile(path):
-            text = Path(path).read_text("utf-8", "replace")
+        folder = self.checkpointer.save_dir
+        path = Path(folder, STOP_FILE)
+        if folder and comm.is_main_process() and path.is_file():
+            text = path.read_text("utf-8", "replace")
             self.trainer.request_stop(f"{path} exists. {text}")
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
