@@ -68,8 +68,8 @@ def _apply(cfg: ConfigDict, override: str) -> None:
         node = node[key]
     key = _find(cfg, node, last, override)
     value = parse_value(text)
-    if value == text:
-        _check_text(node, key, override)
+    if value == text and key in known_keys(node):
+        _check_text(text, node[key], override)
     node[key] = to_config(value)
 
 
@@ -106,14 +106,10 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def _check_text(node: Any, key: Any, override: str) -> None:
+def _check_text(text: str, old: Any, override: str) -> None:
     """Refuse an unquoted string, probably a typo, that replaces another kind of value."""
-    text = override.partition("=")[2]
     if "${" in text or PERIOD.fullmatch(text):
         return
-    old = None
-    if key in known_keys(node):
-        old = node[key]
     if isinstance(old, int | float | list | tuple | dict):
         raise ValueError(
             f"the override {override!r} replaces {old!r:.60} by a string: use a value of the "

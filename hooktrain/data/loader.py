@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from operator import length_hint
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +75,6 @@ class TrainLoader:
         options: the options of torch's ``DataLoader``.
         batches: how many batches were handed out so far.
         is_counted: whether iterating counts the batches. A trainer counts its own.
-        endless: True; an evaluation refuses to wait for the end.
     """
 
     dataset: Dataset[Any]
@@ -86,7 +85,6 @@ class TrainLoader:
     options: Mapping[str, Any]
     batches: int = 0
     is_counted: bool = True
-    endless: ClassVar[bool] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute.

@@ -51,10 +51,7 @@ class StreamSampler(Sampler[int]):
     Attributes:
         seed: the seed in use.
         adopt_seed: whether the seed was drawn, so that a resumed run takes the saved one.
-        endless: True; an evaluation refuses to wait for the end.
     """
-
-    endless = True
 
     def __init__(self, seed: int | None) -> None:
         self.adopt_seed = seed is None

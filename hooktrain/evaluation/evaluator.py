@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from hooktrain.data import StreamSampler, TrainLoader
 from hooktrain.evaluation.testing import Results
 from hooktrain.model.sharding import is_unit
 from hooktrain.model.wrappers import call_model
@@ -243,13 +244,14 @@ def _joined(parts: Any) -> Any:
 def _check_metric(metric: Any) -> None:
     if isinstance(metric, type):
         raise TypeError(f"pass an object, not a class: {metric.__name__}(...)")
-    names: list[str] = []
+    first = ""
     with suppress(TypeError, ValueError):  # some functions have no signature
-        names += inspect.signature(getattr(metric, "update", metric)).parameters
-    if names and names[0] in _NAMES_OF_TARGETS:
+        signature = inspect.signature(getattr(metric, "update", metric))
+        first = next(iter(signature.parameters), "")
+    if first in _NAMES_OF_TARGETS:
         raise ValueError(
             f"a metric gets the outputs first, then the targets, but {metric!r} begins with "
-            f"{names[0]!r}: pass a function of (outputs, targets) that calls it"
+            f"{first!r}: pass a function of (outputs, targets) that calls it"
         )
 
 
@@ -367,11 +369,11 @@ def inference_on_dataset(
             own = evaluator[name] if isinstance(evaluator, Mapping) else evaluator
             results[name] = inference_on_dataset(model, loader, own, step=step)
         return results
-    for part in (data_loader, getattr(data_loader, "sampler", None)):
-        if getattr(part, "endless", False):
-            raise ValueError(
-                f"data_loader never ends; use build_test_loader(): {data_loader!r}"
-            )
+    sampler = getattr(data_loader, "sampler", None)
+    if isinstance(data_loader, TrainLoader) or isinstance(sampler, StreamSampler):
+        raise ValueError(
+            f"data_loader never ends; use build_test_loader(): {data_loader!r}"
+        )
     _warn_about_samples(data_loader)
     if evaluator is None:
         evaluator = []
