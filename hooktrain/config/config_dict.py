@@ -142,8 +142,9 @@ def resolve(cfg: ConfigDict) -> ConfigDict:
         try:
             value = _resolved(cfg, path, text)
         except RecursionError:
-            where = dotted(path)
-            raise ValueError(f"{where}: the reference {text!r} is circular") from None
+            raise ValueError(
+                f"{dotted(path)}: the reference {text!r} is circular"
+            ) from None
         references[path] = (text, value)
     # An error above changes nothing: all references are followed before the first is replaced.
     for path, (_, value) in references.items():
@@ -217,9 +218,9 @@ def _follow(cfg: ConfigDict, path: Keys, match: re.Match[str]) -> Any:
         key = find_key(value, name)
         if key is None:
             hint = did_you_mean(name, known_keys(value))
-            where = dotted(path)
-            what = f"{where}: the reference {match[0]!r} names no key"
-            raise ValueError(f"{what}: no {name!r}{hint}")
+            raise ValueError(
+                f"{dotted(path)}: the reference {match[0]!r} names no key: no {name!r}{hint}"
+            )
         here = (*here, key)
         value = value[key]
         if _is_reference(value):

@@ -308,8 +308,10 @@ def build_train_loader(
     world = comm.data_parallel_size()
     check_count("total_batch_size", total_batch_size)
     if total_batch_size % world:
-        text = f"total_batch_size must be a positive multiple of {world}, the ranks"
-        raise ValueError(f"{text}, but got {total_batch_size!r}")
+        raise ValueError(
+            f"total_batch_size must be a positive multiple of {world}, the ranks, but got "
+            f"{total_batch_size!r}"
+        )
     dataset = _mapped(dataset, mapper)
     if isinstance(dataset, IterableDataset):
         options["batch_size"] = total_batch_size // world
@@ -330,8 +332,11 @@ def build_train_loader(
     if sampler is None:
         sampler = TrainingSampler(size, shuffle, seed)
     if size < total_batch_size:
-        text = "total_batch_size=%d exceeds the %d samples, so a batch has some of them twice"
-        logger.warning(text, total_batch_size, size)
+        logger.warning(
+            "total_batch_size=%d exceeds the %d samples, so a batch has some of them twice",
+            total_batch_size,
+            size,
+        )
     adopt_seed = seed is None
     if isinstance(sampler, StreamSampler):
         if seed not in (None, sampler.seed):
