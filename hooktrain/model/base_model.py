@@ -83,9 +83,7 @@ class BaseModel(nn.Module, ABC):
 
     def __init__(self, data_preprocessor: nn.Module | None = None) -> None:
         super().__init__()
-        if data_preprocessor is None:
-            data_preprocessor = BaseDataPreprocessor()
-        self.data_preprocessor = data_preprocessor
+        self.data_preprocessor = data_preprocessor or BaseDataPreprocessor()
 
     @abstractmethod
     def forward(

@@ -54,8 +54,6 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             construction.
     """
 
-    exchanged: set[nn.Parameter]
-
     def __init__(
         self, module: nn.Module, *, broadcast_buffers: bool = True, **kwargs: Any
     ) -> None:
@@ -65,7 +63,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             c10d.set_debug_level(c10d.DebugLevel.INFO)
         super().__init__(module, **kwargs)
         c10d.set_debug_level(level)
-        self.exchanged = {p for p in module.parameters() if p.requires_grad}
+        self.exchanged = [p for p in module.parameters() if p.requires_grad]
         is_sparse = any(getattr(each, "sparse", False) for each in module.modules())
         if not (self.find_unused_parameters or self.static_graph or is_sparse):
             self._arrange_buckets()
@@ -76,13 +74,12 @@ class NamingDistributedDataParallel(DistributedDataParallel):
     def _arrange_buckets(self) -> None:
         if dist.get_world_size(self.process_group) < 3:  # a + b is b + a
             return
-        trained = [p for p in self.module.parameters() if p.requires_grad]
         module, self.module = self.module, nn.Module()
-        self.module.forward = partial(_add_zeros, trained)
+        self.module.forward = partial(_add_zeros, self.exchanged)
         self.broadcast_buffers = False
         self(torch.zeros(())).backward()
         self.module = module
-        for parameter in trained:
+        for parameter in self.exchanged:
             parameter.grad = None
 
 
@@ -183,9 +180,9 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         broadcast_tensors(tensors, kwargs.get("process_group"))
         kwargs["broadcast_buffers"] = broadcast_buffers
         parts: dict[nn.Module | None, nn.Module] = {}
-        self.exchanged = {p for p in module.parameters() if p.requires_grad}
+        self.exchanged = [p for p in module.parameters() if p.requires_grad]
         for child in module.children():
-            if not self.exchanged.isdisjoint(child.parameters()):
+            if any(parameter.requires_grad for parameter in child.parameters()):
                 parts[child] = _Part(child, **kwargs)
         # named_children() omits the second name of a child.
         for name, inner in module._modules.items():

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hooktrain.solver.build import Wrappers
 from hooktrain.solver.optim_state import parameter_names
@@ -103,10 +104,10 @@ def _hidden(model: nn.Module, known: Set[Tensor]) -> Iterator[str]:
     """
     for path, module in model.named_modules(prefix="model"):
         for key, value in vars(module).items():
-            inside = [*value.values()] if isinstance(value, dict) else value
-            items = inside if isinstance(inside, list | tuple) else [inside]
             is_freeze = key == "requires_grad" and not value and _trainable(module)
-            if is_freeze or any(_trainable(item) - known for item in items):
+            if is_freeze or any(
+                _trainable(item) - known for item in tree_leaves(value)
+            ):
                 yield f"{path}.{key}"
 
 

@@ -67,11 +67,11 @@ def create_ddp_model(
         options: the wrapper's options; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Returns:
-        The wrapped model; in a single process the model itself.
+        The wrapped model; in a single process, or if it is wrapped already, the model itself.
     """
     # Before DDP broadcasts the first rank's weights.
     init_weights_once(model)
-    if comm.get_world_size() == 1:
+    if comm.get_world_size() == 1 or is_model_wrapper(model):
         return model
     device = compute_device(model)
     if device.type != "cpu":
@@ -105,7 +105,8 @@ def refuse_unexchanged(model: nn.Module) -> None:
     for ddp in wrappers:
         trained = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad}
         if hasattr(ddp, "exchanged"):
-            left = [n for n, p in trained.items() if p not in ddp.exchanged]
+            exchanged = set(ddp.exchanged)
+            left = [n for n, p in trained.items() if p not in exchanged]
         else:
             names = trained.keys() - ddp.parameters_to_ignore
             known = ddp._get_ddp_logging_data()["num_parameter_tensors"]
@@ -130,8 +131,6 @@ class DDPStrategy(BaseStrategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Move the model to its device and wrap it."""
-        if is_model_wrapper(model):
-            return model
         options = {"broadcast_buffers": False, **self.ddp}
         return create_ddp_model(super().wrap_model(model), **options)
 
