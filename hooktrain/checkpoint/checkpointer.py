@@ -244,16 +244,16 @@ class Checkpointer:
                 on_saved(path)
             return is_uploading
 
-        write = partial(self._write, path=path, finish=finish, on_full=on_full)
-        if self.background:
-            self._write_in_background(write, state)
-        else:
-            write(state)
+        if not self.background:
+            self._write(state, path, finish, on_full)
+            return
+        copied = self._copy_to_host(state)
+        write = partial(self._write, copied, path, finish, on_full)
+        # A daemon does not keep this rank alive while it waits for ranks that have failed.
+        self._worker.submit(write, daemon=self._group is not None)
 
-    def _write_in_background(
-        self, write: Callable[[State], None], state: State
-    ) -> None:
-        """Copy a state into host memory, and let a thread write the copy."""
+    def _copy_to_host(self, state: State) -> Any:
+        """Copy a state into host memory, from which a thread can write it."""
         from hooktrain.checkpoint.folders import copy_to_host
 
         if self.sharded and comm.get_world_size() > 1 and self._group is None:
@@ -261,8 +261,7 @@ class Checkpointer:
             self._group = dist.new_group(backend="gloo")  # type: ignore[assignment, unused-ignore]
         # Host-device synchronisation.
         copied, self._memory = copy_to_host(state, self._memory, not self.sharded)
-        # A daemon does not keep this rank alive while it waits for ranks that have failed.
-        self._worker.submit(partial(write, copied), daemon=self._group is not None)
+        return copied
 
     def _write(
         self, state: State, path: str, finish: Callable[[], bool], on_full: OnFull
