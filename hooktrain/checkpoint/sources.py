@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 # digits alone are a date, as in model-20240101.pth.
 _DIGEST = re.compile(r"-(?!\d+\.)([0-9a-f]{8,64})\.")
 
+# Takes an address and returns the path of a local file.
 Loader = Callable[[str], AnyPath]
-"""Takes an address and returns the path of a local file."""
 
 _loaders: dict[str, Loader] = {}
 

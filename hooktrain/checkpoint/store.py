@@ -43,16 +43,16 @@ from hooktrain.utils.file_io import AnyPath, atomic_write, replacing
 
 logger = logging.getLogger(__name__)
 
+# Names in the store, by the paths in the output folder.
 Files = dict[str, str]
-"""Names in the store, by the paths in the output folder."""
 
+# The "name" of a file or a folder of shards in the output folder; its "iteration" if it is a
+# checkpoint, else -1; and its "files".
 Entry = dict[str, Any]
-"""The ``name`` of a file or a folder of shards in the output folder; its ``iteration`` if it is a
-checkpoint, else -1; and its ``files``."""
 
+# Returns the paths of the files and folders of shards to upload with each checkpoint, such as
+# metrics. Those that are missing or outside the output folder are skipped.
 RunFiles = Callable[[], Iterable[AnyPath]]
-"""Returns the paths of the files and folders of shards to upload with each checkpoint, such as
-metrics. Those that are missing or outside the output folder are skipped."""
 
 _BEAT_SECONDS = 1.0
 # How many beats the main process waits for the shards of other ranks, once its own are there.

@@ -13,13 +13,12 @@ def collect_env_info() -> str:
     """The platform, versions and devices, one on each line, and torch's build settings."""
     module = device_module()
     device = getattr(module, "get_device_name", lambda: module)()  # mps has no names
-    lines = [
-        f"Platform: {platform.platform()}",
-        f"Python: {platform.python_version()}",
-        f"hooktrain: {__version__}",
-        f"numpy: {np.__version__}",
-        f"torch: {torch.__version__}",
-        f"Devices: {torch.accelerator.device_count()} x {device}",
-        torch.__config__.show(),
-    ]
-    return "\n".join(lines)
+    return (
+        f"Platform: {platform.platform()}\n"
+        f"Python: {platform.python_version()}\n"
+        f"hooktrain: {__version__}\n"
+        f"numpy: {np.__version__}\n"
+        f"torch: {torch.__version__}\n"
+        f"Devices: {torch.accelerator.device_count()} x {device}\n"
+        f"{torch.__config__.show()}"
+    )
