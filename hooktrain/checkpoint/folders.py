@@ -62,8 +62,8 @@ from hooktrain.utils.tensors import (
     shards_of,
 )
 
+# The size and the CRC-32 of a file.
 Digest = tuple[int, int]
-"""The size and the CRC-32 of a file."""
 
 # A copy from CUDA into pinned memory is faster, but pinning itself is slow, and not worth it for
 # small tensors.
@@ -72,16 +72,14 @@ _PINNED_BYTES = 1 << 20
 # Tensors can be mapped from a file if they begin at a multiple of this, as in torch.save's files.
 _ALIGNMENT = 64
 
+# The parts of tensors that a rank has written, by name: a row for each table of the index.
 Parts = dict[str, tuple[Any, Any]]
-"""The parts of tensors that a rank has written, by name: a row for each table of the index."""
 
+# Two tables of whole numbers for each tensor, with a row for each of its parts. The first table has
+# the offsets of the part in the tensor, and its sizes. The second one has the number of its file in
+# the manifest, the start of its container in that file, the length of the container, and the start
+# of its data in that file.
 Index = dict[str, tuple[Tensor, Tensor]]
-"""Two tables of whole numbers for each tensor, with a row for each of its parts.
-
-The first table has the offsets of the part in the tensor, and its sizes. The second one has the
-number of its file in the manifest, the start of its container in that file, the length of the
-container, and the start of its data in that file.
-"""
 
 
 def save_folder(state: State, folder: AnyPath, group: Group = None) -> None:
@@ -217,7 +215,7 @@ class CheckpointFolder(CheckpointFile):
         folder = Path(self.path)
         with reading(folder):
             state: State = load_file(folder / STATE, map_location)["state"]
-            if torch.device(map_location).type != "meta":
+            if map_location != "meta":
                 state = map_leaves(allocate, state)
                 _read_tensors(tensors, folder)
         return with_model(state, folder, key)
@@ -370,13 +368,12 @@ def _container(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     Zeros at the end align the next container, and with it its data.
     """
     container = _Container()
-    # This memory is neither filled nor read, so it takes no pages.
-    storage = torch.UntypedStorage(shape.numel() * dtype.itemsize, device="cpu")
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)
+    # Memory that is neither filled nor read takes no pages. Deterministic algorithms fill it.
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     with torch.serialization.skip_data():
         torch.save(tensor, container)
     content = container.getvalue()
-    padding = bytes(-(len(content) + storage.nbytes()) % _ALIGNMENT)
+    padding = bytes(-(len(content) + tensor.nbytes) % _ALIGNMENT)
     return content[: container.position], content[container.position :] + padding
 
 
