@@ -37,10 +37,9 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
         names, or "" if there are no known names.
     """
     names = list(map(str, known))
-    folded = {each.casefold(): each for each in names}
-    near = difflib.get_close_matches(str(name).casefold(), folded, n=1)
+    near = difflib.get_close_matches(str(name), names, n=1)
     if near:
-        return f"; did you mean {folded[near[0]]!r}?"
+        return f"; did you mean {near[0]!r}?"
     shown = ", ".join(map(repr, names[:12]))
     return f"; there is {shown}" if names else ""
 
