@@ -15,8 +15,7 @@ class CommonMetricPrinter(ScalarWriter):
     """Logs a line of losses, metrics, times and rates, on the main process only.
 
     It leaves out smoothed metrics with a ``/`` in their names, except losses and names with
-    ``[metric]``. It also leaves out losses that equal the total loss. Evaluation results have
-    separate lines.
+    ``[metric]``. Evaluation results have separate lines.
 
     The remaining time, ``eta_seconds``, is estimated from the time since the run's first line, so
     it includes evaluations and saves.
@@ -67,19 +66,15 @@ class CommonMetricPrinter(ScalarWriter):
     ) -> tuple[list[str], list[str]]:
         """The texts to show: of training metrics, and of evaluation results."""
         hints = storage.smoothing_hints()
-        total = metrics.get("total_loss")
         fields: list[str] = []
         results: list[str] = []
         for name in sorted(metrics, key=_place):
-            value = metrics[name]
-            is_detail = hints[name] and "/" in name and "[metric]" not in name
-            if is_loss(name):
-                is_detail = hints[name] and value == total and name != "total_loss"
-            if name == "eta_seconds" or is_detail:
-                continue
             is_result = "/" in name and not hints[name]
+            is_shown = "/" not in name or "[metric]" in name or is_loss(name)
+            if name == "eta_seconds" or not (is_result or is_shown):
+                continue
             kind = results if is_result else fields
-            kind.append(f"{name}: {value:.4g}")
+            kind.append(f"{name}: {metrics[name]:.4g}")
         return fields, results
 
     def _eta(self, storage: EventStorage, end: int) -> list[str]:

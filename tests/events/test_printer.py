@@ -66,7 +66,7 @@ def test_results_have_lines_of_their_own(log: pytest.LogCaptureFixture) -> None:
         CommonMetricPrinter(max_iter=9).write()
     assert log.messages == [
         *[f"iter: 3  {name}: 0.25" for name in names],
-        "iter: 3  total_loss: 0.25  loss_box: 0",
+        "iter: 3  total_loss: 0.25  loss_cls: 0.25  loss_box: 0",
     ]
 
 
