@@ -179,11 +179,12 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
         tensors = (*module.parameters(), *module.buffers())
         broadcast_tensors(tensors, kwargs.get("process_group"))
         kwargs["broadcast_buffers"] = broadcast_buffers
-        parts: dict[nn.Module | None, nn.Module] = {}
         self.exchanged = [p for p in module.parameters() if p.requires_grad]
-        for child in module.children():
-            if any(parameter.requires_grad for parameter in child.parameters()):
-                parts[child] = _Part(child, **kwargs)
+        parts: Any = {
+            child: _Part(child, **kwargs)
+            for child in module.children()
+            if any(parameter.requires_grad for parameter in child.parameters())
+        }
         # named_children() omits the second name of a child.
         for name, inner in module._modules.items():
             module._modules[name] = parts.get(inner, inner)

@@ -231,18 +231,15 @@ class OptimWrapper:
         """Clip the gradients, if ``clip_grad`` was given, and log their norm."""
         if self._clipping is None:
             return
-        kind, limit, norm_type = self._clipping
-        parameters = self.parameters
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
+        parameters = [p for p in self.parameters if p.grad is not None]
+        if not parameters:
             return
+        kind, limit, norm_type = self._clipping
         if kind == "value":
             nn.utils.clip_grad_value_(parameters, limit)
             return
-        # As in clip_grad_norm_, but ranks that hold shards exchange only one number.
-        norm = full_tensor(nn.utils.get_total_norm(gradients, norm_type))
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        self._put_scalar("grad_norm", norm)
+        norm = nn.utils.clip_grad_norm_(parameters, limit, norm_type)
+        self._put_scalar("grad_norm", full_tensor(norm))
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Free the gradients; see :meth:`torch.optim.Optimizer.zero_grad`.

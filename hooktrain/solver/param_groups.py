@@ -60,12 +60,11 @@ def group_trainable(
         settings: a function of a parameter's name, its module and the parameter that returns the
             settings.
     """
-    groups = []
-    for name, module, parameter in walk_parameters(model):
-        if parameter.requires_grad:
-            chosen = settings(name, module, parameter)
-            groups.append({**chosen, "params": [parameter]})
-    return reduce_param_groups(groups)
+    return reduce_param_groups(
+        {**settings(name, module, parameter), "params": [parameter]}
+        for name, module, parameter in walk_parameters(model)
+        if parameter.requires_grad
+    )
 
 
 def get_default_optimizer_params(
