@@ -462,7 +462,6 @@ class TrainerBase:
             self.iter = int(state_dict["iteration"])
             self.done = self.iter + 1
             self._broke_off = False
-            self.storage.iter = max(self.iter, 0)
             self.clock.load_state_dict(state_dict.get("meta", {}).get("seconds", {}))
         if "storage" in state_dict:
             self.storage.load_state_dict(state_dict["storage"])

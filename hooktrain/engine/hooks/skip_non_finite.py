@@ -69,9 +69,10 @@ class SkipNonFinite(HookBase):
                 self.skip_update(wrapper, "gradients are not finite")
 
     def _is_bad(self, wrapper: OptimWrapper) -> bool:
-        gradients = {str(i): p.grad for i, p in enumerate(wrapper.parameters)}
-        is_bad = bool(non_finite(gradients))  # host-device synchronisation
-        if any(map(is_sharded, gradients.values())):
+        gradients = [p.grad for p in wrapper.parameters]
+        # Host-device synchronisation.
+        is_bad = bool(non_finite({"gradients": gradients}))
+        if any(map(is_sharded, gradients)):
             is_bad = comm.any_rank(is_bad, compute_device(self.trainer.model))
         return is_bad
 
