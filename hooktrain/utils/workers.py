@@ -9,16 +9,11 @@ from functools import cache, partial
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
-from weakref import WeakSet
 
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
 from hooktrain.utils.signals import ENDING
-
-_workers: WeakSet[Any] = WeakSet()  # started by this process
-# A forked child that starts workers must not kill its parent's workers at its exit.
-os.register_at_fork(after_in_child=_workers.clear)
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
@@ -48,14 +43,12 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     given = loader.worker_init_fn
     is_main_thread = threading.current_thread() is threading.main_thread()
     loader.worker_init_fn = partial(_init_worker, given, is_main_thread)
-    others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _inherited(loader))
     try:
         return _report_dead_workers(iter(loader))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         loader.worker_init_fn = given
-        _workers.update(set(multiprocessing.active_children()) - others)
         _kill_at_exit(os.getpid())
 
 
@@ -75,15 +68,16 @@ def _report_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
 
 @cache  # once per process: a child inherits neither the cache entry nor the Finalize
 def _kill_at_exit(process: int) -> None:
-    """Kill the remaining workers, before multiprocessing waits for them without a limit."""
+    """At the exit, kill the workers that remain, for which Python would wait without a limit."""
     Finalize(None, _kill_workers, exitpriority=0)
 
 
 def _kill_workers() -> None:
     # torch's handler would raise an error for the workers that are killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for worker in _workers:
-        worker.kill()
+    for child in multiprocessing.active_children():
+        if child.daemon:  # multiprocessing itself would end all of them by SIGTERM
+            child.kill()
 
 
 def _inherited(loader: DataLoader[Any]) -> Sequence[signal.Signals]:
