@@ -257,11 +257,8 @@ def check_container(file: IO[bytes]) -> None:
     Raises:
         ValueError: if it is not intact; other errors of :mod:`zipfile`.
     """
-    start = file.read(len(_LEGACY_MAGIC))
-    if start == _LEGACY_MAGIC:
+    if file.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC:
         return
-    if not start.startswith(b"PK"):
-        raise ValueError(f"it begins with {start[:8]!r}, unlike a file of torch.save")
     with zipfile.ZipFile(file) as container:
         parts = container.infolist()
         for part in parts:

@@ -313,10 +313,10 @@ def zipped() -> bytes:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "begins"),
-        (b"hello" * 100, "begins"),
-        (b"PK\x03\x04hello", "zip"),
-        (pickle.dumps({}), "begins"),
+        (b"", "not a zip file"),
+        (b"hello" * 100, "not a zip file"),
+        (b"PK\x03\x04hello", "not a zip file"),
+        (pickle.dumps({}), "not a zip file"),
         (zipped(), ""),
     ],
 )
