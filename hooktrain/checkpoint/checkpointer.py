@@ -351,7 +351,7 @@ class Checkpointer:
             ValueError: if one of ``checkpointables`` is unknown or not in the file.
         """
         if not path:
-            self.logger.info("Nothing to load: the model has its initial weights")
+            self.logger.info("Nothing to load: the model keeps its weights")
             return {}
         path = local_path(path)
         return self._restore(path, self.read(path), checkpointables)
@@ -429,7 +429,9 @@ class Checkpointer:
             return self.load(path, checkpointables=[])
         if path:
             self.logger.info(
-                "%s is not loaded, since the folder has a run to resume", path
+                "%s is not loaded, since the folder has a run to resume: to load it anyway, write "
+                "its name into last_checkpoint, or use another folder",
+                path,
             )
         if checkpointables is None:
             checkpointables = self.checkpointables

@@ -3,13 +3,14 @@
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from hooktrain.engine.hook_base import EVENTS
 from hooktrain.events import EventStorage
@@ -22,7 +23,7 @@ from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import State, names_used
-from hooktrain.utils.tensors import checksum, compute_device, norm_of
+from hooktrain.utils.tensors import Tensors, checksum, compute_device, norm_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,14 @@ def log_modes(model: nn.Module) -> None:
         logger.info(
             "A frozen BatchNorm still updates its statistics: its eval() stops that"
         )
+    apart = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
+    is_shared = getattr(model, "broadcast_buffers", False)
+    if apart and comm.data_parallel_size() > 1 and not is_shared:
+        logger.info(
+            "Each rank has BatchNorm statistics of its own: it evaluates with these, and "
+            "checkpoints have the main process's. hooks.PreciseBN before an evaluation, "
+            "create_ddp_model(model, broadcast_buffers=True) and nn.SyncBatchNorm share them"
+        )
 
 
 def log_iteration_size(trainer: Any) -> None:
@@ -104,21 +113,54 @@ def log_iteration_size(trainer: Any) -> None:
         )
 
 
-def warn_about_early_gradients(trainer: Any) -> None:
-    """Warn about a ``compute_loss`` that computes or frees gradients during an accumulation.
+def warn_about_calls_in_loss(trainer: Any) -> None:
+    """Warn about calls in ``compute_loss`` that change what the trainer does with the loss.
 
-    Without accumulation the trainer drops such gradients, which may be intended, as for an
-    adversarial example.
+    Without accumulation the trainer drops gradients that ``compute_loss`` leaves, which may be
+    intended, as for an adversarial example.
     """
-    calls = {"backward", "zero_grad"}.intersection(
-        names_used(getattr(trainer, "compute_loss", None))
-    )
+    used = set(names_used(getattr(trainer, "compute_loss", None)))
+    calls = used & {"backward", "zero_grad"}
     if calls and trainer.batches_per_step > 1:
         logger.warning(
             "compute_loss calls %s, which changes the gradients that the trainer accumulates: "
             "compute those of an adversarial example by torch.autograd.grad()",
             calls,
         )
+    if {"autocast", "scale"} <= used:
+        logger.warning(
+            "compute_loss calls autocast and scale. If it scales the loss by a GradScaler, nothing "
+            "unscales the gradients: AmpOptimWrapper(optimizer, 'float16') does both"
+        )
+
+
+def check_accumulation(batch: Any, losses: Tensors, count: int) -> None:
+    """Log what seldom is meant in an accumulation of ``count`` batches.
+
+    Args:
+        batch: one of the batches.
+        losses: its losses, as the model or ``compute_loss`` returned them.
+        count: the number of batches.
+    """
+    # transformers' BatchEncoding is a mapping, but no dict.
+    leaves = tree_leaves({**batch} if isinstance(batch, Mapping) else batch)
+    # -100 is the default of torch's cross entropy. Host-device synchronisations, as below.
+    if any((each == -100).any() for each in leaves if isinstance(each, Tensor)):
+        log_once(
+            logger.info,
+            "Labels of -100 are ignored, yet each of the accumulated batches counts alike, "
+            "whatever its number of other labels. A trainer's weight(data) can return this number",
+        )
+    for name, loss in losses.items():
+        divisor: Any = getattr(loss.grad_fn, "_saved_other", None)
+        if hasattr(divisor, "tolist") and divisor.tolist() == count:
+            log_once(
+                logger.info,
+                "%s is divided by %d: if this is the number of accumulated batches, the trainer, "
+                "which takes their mean, divides by it once more",
+                name,
+                count,
+            )
 
 
 def warn_about_missing_calls(trainer: Any) -> None:
@@ -157,18 +199,39 @@ def warn_about_missing_calls(trainer: Any) -> None:
 
 
 def warn_about_untrained_modules(trainer: Any) -> None:
-    """Warn about modules beside the model, such as a criterion, that no optimizer trains."""
-    # After vars(trainer), Python would take longer to find its attributes, in each step.
-    of_loss = names_used(getattr(trainer, "compute_loss", None))
-    for name in of_loss + names_used(trainer.run_step):
-        part: Any = getattr(trainer, name, None)
-        is_beside = isinstance(part, nn.Module) and part is not trainer.model
-        if is_beside and _adds_up(part, trainer):
+    """Warn about modules beside the model, such as a criterion, that no optimizer trains.
+
+    A teacher, which gets no gradients, is told if it drops out or updates its statistics.
+    """
+    for name, part in _modules_beside(trainer).items():
+        if _adds_up(part, trainer):
             logger.warning(
-                "self.%s gets gradients that no optimizer uses: make it a part of the model, or "
-                "set requires_grad_(False)",
+                "%s gets gradients that no optimizer uses: make it a part of the model, or set "
+                "requires_grad_(False)",
                 name,
             )
+        drops_out = any(
+            isinstance(m, nn.Dropout) and m.training for m in part.modules()
+        )
+        is_trained = any(p.grad is not None for p in part.parameters())
+        if not is_trained and (drops_out or get_bn_modules(part)):
+            logger.info(
+                "%s is in training mode, but has no gradients: a teacher needs eval()",
+                name,
+            )
+
+
+def _modules_beside(trainer: Any) -> dict[str, nn.Module]:
+    """The modules beside the model that the code of a step names."""
+    found = {}
+    for step in (getattr(trainer, "compute_loss", None), trainer.run_step):
+        # After vars(trainer), Python would take longer to find its attributes, in each step.
+        for name in names_used(step):
+            known = getattr(step, "__globals__", {}).get(name)
+            part = getattr(trainer, name, known)
+            if isinstance(part, nn.Module) and part is not trainer.model:
+                found[name] = part
+    return found
 
 
 def _adds_up(module: nn.Module, trainer: Any) -> bool:
@@ -259,6 +322,35 @@ def without_masks(model: nn.Module, broken: set[str]) -> set[str]:
         if (buffer == -math.inf).any() and buffer.max() < math.inf  # synchronises
     )
     return {name for name in broken if not f".{name}".endswith(masks)}
+
+
+def unsaved_attributes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The numbers and tensors among a model's attributes, which a state_dict() lacks.
+
+    Returns:
+        The id of each, and how often it was changed in place, by name.
+    """
+    return {
+        f"{path}.{name}": (id(value), getattr(value, "_version", 0))
+        for path, module in unwrap_model(model).named_modules(prefix="model")
+        for name, value in {**vars(type(module)), **vars(module)}.items()
+        if isinstance(value, int | float | Tensor)
+        and not getattr(value, "grad_fn", None)
+    }
+
+
+def log_unsaved_attributes(
+    model: nn.Module, before: Mapping[str, tuple[int, int]]
+) -> None:
+    """Log which of the :func:`unsaved_attributes` have changed since ``before``."""
+    now = unsaved_attributes(model)
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    if changed:
+        logger.info(
+            "These attributes change in the run, and a checkpoint has them only if they are "
+            "buffers or part of get_extra_state(): %s",
+            changed[:5],
+        )
 
 
 def log_parts(model: nn.Module) -> None:

@@ -51,6 +51,8 @@ class Run:
         late_error: an error to raise after all hooks have seen the iteration.
         trainable: the trainable parameters by their ``id()``; None if they are sharded.
         versions: the optimizers' versions when the run began; empty once they were compared.
+        attributes: the model's :func:`hooktrain.engine.preflight.unsaved_attributes` when the run
+            began.
         non_finite: the names of the tensors that already held infinities or NaNs when the run
             began, such as masks; None before that.
         confirmed: the number of finished iterations at the last check that found everything finite
@@ -64,6 +66,7 @@ class Run:
         self.late_error: BaseException | None = None
         self.trainable: dict[int, nn.Parameter] | None = None
         self.versions: dict[str, Version] = {}
+        self.attributes: dict[str, tuple[int, int]] = {}
         self.non_finite: set[str] | None = None
         self.confirmed = -1
 

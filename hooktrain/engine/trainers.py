@@ -19,13 +19,16 @@ from hooktrain.data.batches import (
 from hooktrain.engine.hook_list import hook_states
 from hooktrain.engine.losses import NONFINITE_HINT
 from hooktrain.engine.preflight import (
+    check_accumulation,
     check_parts,
     log_iteration_size,
     log_metrics_that_differ,
     log_modes,
+    log_unsaved_attributes,
     set_modes,
     trainable,
-    warn_about_early_gradients,
+    unsaved_attributes,
+    warn_about_calls_in_loss,
     warn_about_missing_calls,
     warn_about_rank_differences,
     warn_about_untrained_modules,
@@ -154,9 +157,10 @@ class ModelTrainer(TrainerBase):
         run.non_finite = set()
         run.non_finite = self._find_non_finite()
         run.versions = versions(self.optim_wrapper)
+        run.attributes = unsaved_attributes(self.model)
         if self.start_iter < self.max_iter:
             log_iteration_size(self)
-            warn_about_early_gradients(self)
+            warn_about_calls_in_loss(self)
             warn_about_equal_samples(self.data_loader)
             # The loader starts last, since its start may draw random numbers.
             self._data_loader_iter.start()
@@ -176,6 +180,7 @@ class ModelTrainer(TrainerBase):
             warn_about_untrained_modules(self)
             warn_about_idle_optimizers(self.model, self.optim_wrapper, run.versions)
             warn_about_rank_differences(self.model, run.trainable is None)
+            log_unsaved_attributes(self.model, run.attributes)
             log_metrics_that_differ(self.storage)
             warn_about_equal_batches(self._data_loader_iter)
             run.versions = {}
@@ -451,6 +456,8 @@ class SimpleTrainer(ModelTrainer):
             data = self._take(batches)
             with wrapper.optim_context(self.model):
                 loss, losses = self.parse_losses(self.compute_loss(data))
+            if count > 1 and self.iter == self.start_iter and not factors:
+                check_accumulation(data, losses, count)
             if factors:
                 loss = loss * factors[batch]
                 losses = {name: each * factors[batch] for name, each in losses.items()}

@@ -141,7 +141,7 @@ def warn_about_idle_optimizers(
 ) -> None:
     """Warn about optimizers that train nothing, and schedulers that are never stepped.
 
-    The log names the parameters that have had no gradient, if the optimizer keeps states.
+    The log names the parameters that have had no gradient.
 
     Args:
         model: the model.
@@ -160,10 +160,12 @@ def warn_about_idle_optimizers(
                 "The optimizer %s has not made a step so far",
                 name or type(optimizer).__name__,
             )
-        # A parameter gets its state with its first gradient. LBFGS has one state for all.
+        # A parameter gets its state with its first gradient. LBFGS has one state for all, and SGD
+        # without momentum none.
         trained = {p for p in wrapper.parameters if p.requires_grad}
-        unused = [names.get(p) for p in trained - optimizer.state.keys()]
-        if unused and len(optimizer.state) > 1:
+        without_state = trained - optimizer.state.keys()
+        unused = [names.get(p) for p in without_state if p.grad is None]
+        if 0 < len(unused) < len(trained) and len(optimizer.state) != 1:
             logger.info("Parameters without a gradient so far: %s", unused[:10])
         # A schedule may begin and end at 0, and a short run is over in the first period.
         bases = [group.get("initial_lr", 0.0) for group in optimizer.param_groups]
@@ -171,8 +173,11 @@ def warn_about_idle_optimizers(
             logger.warning("The learning rate is 0, so nothing is learned")
         # torch's schedulers wrap the method and set this attribute.
         has_scheduler = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if has_scheduler and optimizer not in scheduled and rates == rates_before:
-            logger.warning(
-                "The optimizer has a scheduler that is not stepped: the learning rates have not "
-                "changed. hooks.LRScheduler(scheduler=...) steps and saves it"
+        if has_scheduler and optimizer not in scheduled:
+            is_stepped = rates != rates_before
+            logger.log(
+                logging.INFO if is_stepped else logging.WARNING,
+                "The optimizer has a scheduler that %s: hooks.LRScheduler(scheduler=...) steps and "
+                "saves it",
+                "only your own hooks may save" if is_stepped else "is not stepped",
             )

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections import UserDict
 from collections.abc import Iterator
 from functools import partial, wraps
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from gloo import run_ranks, torchrun
@@ -570,6 +572,117 @@ def test_a_loss_that_makes_or_frees_gradients_in_an_accumulation_is_told(
         assert ("zero_grad" in caplog.text) == (is_told and calls > 1)
 
 
+class ScalesByHand(SimpleTrainer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def compute_loss(self, data: Any) -> Any:
+        with torch.autocast("cpu", torch.float16):
+            return self.scaler.scale(self.model(data))
+
+
+class WeighsByHand(SimpleTrainer):
+    scale = 0.5
+
+    def compute_loss(self, data: Any) -> Any:
+        return self.model(data) * self.scale
+
+
+class Casts(SimpleTrainer):
+    def compute_loss(self, data: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(data)
+
+
+@pytest.mark.parametrize("kind", [ScalesByHand, WeighsByHand, Casts])
+def test_a_loss_that_a_scaler_of_its_own_scales_is_told_once(
+    kind: type[SimpleTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LinearLoss()
+    trainer = kind(model, batches(2), sgd(model, lr=1e-6))
+    trainer.train(max_iter=2)
+    told = [text for text in caplog.messages if "AmpOptimWrapper" in text]
+    assert len(told) == (kind is ScalesByHand)
+
+
+class Labelled(SimpleTrainer):
+    def compute_loss(self, data: Any) -> Any:
+        return self.model(torch.ones(2, 4))
+
+
+class Weighed(Labelled):
+    def weight(self, data: Any) -> Any:
+        return 2
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """Like transformers' BatchEncoding, which has a method to()."""
+
+    def to(self, device: Any, **_: Any) -> "Encoding":
+        return self
+
+
+IGNORED = torch.tensor([[5, -100], [3, 2]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind", "count", "is_told"),
+    [
+        ({"labels": IGNORED}, Labelled, 2, True),
+        (Encoding(labels=IGNORED), Labelled, 2, True),
+        ([IGNORED, {"targets": IGNORED}], Labelled, 2, True),
+        ({"labels": IGNORED}, Weighed, 2, False),
+        ({"labels": IGNORED}, Labelled, 1, False),
+        ({"labels": IGNORED + 1}, Labelled, 2, False),
+        (["a text", None], Labelled, 2, False),
+    ],
+)
+def test_ignored_labels_in_an_accumulation_are_told_once(
+    batch: Any,
+    kind: type[SimpleTrainer],
+    count: int,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    kind(model, [batch], OptimWrapper(sgd(model), count)).train(max_iter=2)
+    told = [text for text in caplog.messages if "Labels of -100" in text]
+    assert len(told) == is_told
+    assert all("weight(data)" in text for text in told)
+
+
+class Divided(SimpleTrainer):
+    divisor: float = 2
+
+    def compute_loss(self, data: Any) -> Any:
+        loss = self.model(data) / self.divisor
+        return (
+            {"loss_a": loss, "size": torch.tensor(2.0)} if self.divisor == 2.0 else loss
+        )
+
+
+@pytest.mark.parametrize(
+    ("divisor", "count", "names"),
+    [
+        (2.0, 2, ["total_loss", "loss_a"]),
+        (3, 3, ["total_loss"]),
+        (3, 2, []),
+        (3, 1, []),
+        (1, 1, []),
+    ],
+)
+def test_a_loss_that_is_divided_by_the_number_of_accumulated_batches_is_told_once(
+    divisor: float, count: int, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    trainer = Divided(model, batches(6), OptimWrapper(sgd(model), count))
+    trainer.divisor = divisor
+    trainer.train(max_iter=2)
+    told = [text for text in caplog.messages if "is divided by" in text]
+    assert [text.split()[0] for text in told] == names
+
+
 def test_layers_in_evaluation_mode_are_told_if_the_model_trains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -596,6 +709,45 @@ def test_frozen_batch_norm_in_training_mode_is_told_since_its_statistics_move(
     model[0].eval()
     log_modes(model)
     assert caplog.messages[1:] == ["Layers that stay in evaluation mode: ['0']"]
+
+
+def lines_about_batch_norm() -> list[int]:
+    """How many lines the log has about the statistics of models with some norms."""
+    told: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hooktrain")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    counts = []
+    for norm, shared in (
+        (nn.BatchNorm1d(4), False),
+        (nn.BatchNorm1d(4), True),
+        (nn.SyncBatchNorm(4), False),
+        (nn.BatchNorm1d(4).eval(), False),
+        (nn.BatchNorm1d(4, track_running_stats=False), False),
+        (nn.LayerNorm(4), False),
+    ):
+        told.clear()
+        model: nn.Module = nn.Sequential(norm, nn.Linear(4, 1))
+        if not isinstance(norm, nn.SyncBatchNorm):  # which needs an accelerator
+            model = DistributedDataParallel(model, broadcast_buffers=shared)
+        log_modes(model)
+        counts.append(sum("hooks.PreciseBN" in text for text in told))
+    return counts
+
+
+def test_batch_norm_whose_statistics_the_ranks_do_not_share_is_told() -> None:
+    for counts in run_ranks(lines_about_batch_norm, 2):
+        assert counts == [1, 0, 0, 0, 0, 0]
+
+
+def test_batch_norm_of_a_single_process_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    log_modes(nn.BatchNorm1d(2))
+    assert caplog.messages == []
 
 
 def test_a_buffer_with_infinities_above_0_is_no_mask() -> None:
@@ -710,6 +862,125 @@ def test_a_criterion_whose_parameters_no_optimizer_has_is_named_once(
     trainer.teacher = LinearLoss()
     trainer.criterion_without_gradients = case == "without gradients"
     trainer.train(max_iter=10)
-    told = [text for text in caplog.messages if "self.criterion" in text]
+    told = [text for text in caplog.messages if "criterion gets" in text]
     assert len(told) == is_told
     assert "teacher" not in caplog.text
+
+
+CRITERION = Scaled()
+TEACHER = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
+
+
+class WithGlobalCriterion(SimpleTrainer):
+    def compute_loss(self, data: Any) -> Any:
+        return CRITERION(self.model(data))
+
+
+class Distilled(SimpleTrainer):
+    @torch.no_grad()
+    def target(self, data: Any) -> Any:
+        return self.teacher(data)
+
+    def compute_loss(self, data: Any) -> Any:
+        with torch.no_grad():
+            target = TEACHER(data).mean() + self.teacher(data).mean()
+        return self.model(data) + target.square()
+
+
+def test_a_criterion_beside_the_trainer_that_no_optimizer_has_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LinearLoss()
+    WithGlobalCriterion(model, batches(2), sgd(model), 5).train(max_iter=5)
+    assert "CRITERION gets gradients that no optimizer uses" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_told"),
+    [
+        (nn.BatchNorm1d(4), True),
+        (nn.Dropout(0.1), True),
+        (nn.BatchNorm1d(4).eval(), False),
+        (nn.LayerNorm(4), False),
+    ],
+)
+def test_a_teacher_in_training_mode_is_told_once(
+    layer: nn.Module, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    TEACHER.eval()
+    trainer = Distilled(model, batches(2), sgd(model), 2)
+    trainer.teacher = nn.Sequential(layer, nn.Linear(4, 1))
+    trainer.train(max_iter=4)
+    told = [text for text in caplog.messages if "is in training mode" in text]
+    assert [text.split()[0] for text in told] == (["teacher"] if is_told else [])
+
+
+def test_a_module_beside_the_model_that_is_trained_is_no_teacher(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class TrainsIt(Distilled):
+        def compute_loss(self, data: Any) -> Any:
+            self.teacher(data).mean().backward()
+            return self.model(data)
+
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    trainer = TrainsIt(model, batches(2), sgd(model), 2)
+    trainer.teacher = nn.Sequential(nn.Dropout(), nn.Linear(4, 1))
+    trainer.train(max_iter=2)
+    assert "is in training mode" not in caplog.text
+
+
+class Counting(nn.Module):
+    """Has numbers and tensors of its own, which a state_dict lacks."""
+
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = LinearLoss()
+        self.calls = 0
+        self.bank = torch.zeros(4)
+        self.mean = torch.zeros(4)
+        self.auxiliary: Any = torch.zeros(())
+        self.fixed = torch.ones(4)
+        self.name = "a"
+        self.register_buffer("known", torch.zeros(4))
+        self.cache: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.linear(x)
+        self.calls += 1
+        self.temperature *= 0.9
+        self.bank[0] += 1
+        self.mean = self.mean + 1
+        self.auxiliary = loss.square()
+        self.known += 1
+        self.cache = torch.ones(2)
+        self.name += "b"
+        return loss
+
+
+def test_attributes_of_the_model_that_no_checkpoint_has_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(Counting())
+    SimpleTrainer(model, batches(2), sgd(model), 2).train(max_iter=6)
+    [told] = [text for text in caplog.messages if "a checkpoint has them only" in text]
+    assert re.findall(r"'([^']+)'", told) == [
+        f"model.0.{name}" for name in ("temperature", "calls", "bank", "mean")
+    ]
+
+
+def test_attributes_that_stay_as_they_are_are_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), LinearLoss()
+    )
+    SimpleTrainer(model, batches(2), sgd(model), 2).train(max_iter=6)
+    assert "a checkpoint has them only" not in caplog.text

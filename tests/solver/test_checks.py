@@ -197,6 +197,7 @@ def told_of_idle(model: nn.Module, optimizer: Any, caplog: Any, count: int = 5) 
     "optimizer",
     [
         partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+        partial(torch.optim.SGD, lr=0.1),
         partial(torch.optim.AdamW, lr=0.1),
     ],
 )

@@ -216,11 +216,17 @@ class LRScheduler(HookBase):
         # A later run may or may not continue the schedule.
         is_first = not self.trainer.start_iter and not scheduler.last_epoch
         if is_first and steps and isinstance(scheduler, LambdaLR):
-            factor = scheduler.lr_lambdas[0]((self.trainer.max_iter - 1) // period)
+            last = (self.trainer.max_iter - 1) // period
+            earlier, factor = map(scheduler.lr_lambdas[0], (2 * last // 3, last))
             logger.info("LambdaLR ends at %g times the rate", factor)
             if factor < 0:
                 raise ValueError(
                     f"LambdaLR ends at {factor} times the rate; by_epoch=True counts epochs"
+                )
+            if last and max(earlier, factor) < 1e-6:
+                logger.warning(
+                    "The rate is 0 in the last third of the run: by_epoch=True counts epochs, and "
+                    "the schedule's own number of steps should be that of the run"
                 )
 
     def drive(self, scheduler: Any, optimizer: Optimizer, key: str) -> None:

@@ -217,6 +217,31 @@ def test_a_lambda_schedule_that_is_0_in_the_last_iteration_is_not_refused(
     assert "LambdaLR ends at 0 times" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("length", "max_iter", "is_told"),
+    [(2, 8, True), (4, 8, True), (5, 8, False), (8, 8, False), (1, 1, False)],
+)
+def test_a_lambda_schedule_that_is_over_long_before_the_run_is_told(
+    length: int, max_iter: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer()
+    schedule = LambdaLR(trainer.optimizer, lambda n: max(0.0, 1 - n / length))
+    trainer.register_hooks([LRScheduler(scheduler=schedule)])
+    trainer.train(0, max_iter)
+    assert ("rate is 0 in the last third" in caplog.text) == is_told
+
+
+def test_a_lambda_schedule_whose_warm_up_is_all_of_a_short_run_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = linear_trainer()
+    schedule = LambdaLR(trainer.optimizer, lambda n: n / 10)
+    trainer.register_hooks([LRScheduler(scheduler=schedule)])
+    for max_iter in (1, 2):
+        trainer.train(0, max_iter)
+    assert "last third" not in caplog.text
+
+
 def test_the_log_says_between_which_rates_each_run_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -538,6 +563,21 @@ def test_a_scheduler_that_waits_for_its_first_step_is_not_told_as_idle(
     trainer.register_hooks([LRScheduler(scheduler=scheduler)])
     trainer.train(0, 3)
     assert "a scheduler that is not stepped" not in caplog.text
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_scheduler_that_no_hook_of_the_trainer_steps_is_told(
+    steps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trainer = linear_trainer()
+    scheduler = StepLR(trainer.optimizer, step_size=1)
+    step = CallbackHook(after_step=lambda _: scheduler.step() if steps else None)
+    trainer.register_hooks([step])
+    trainer.train(0, 3)
+    [told] = [each for each in caplog.records if "a scheduler that" in each.message]
+    assert told.levelno == (logging.INFO if steps else logging.WARNING)
+    assert ("only your own hooks may save" in told.message) == steps
 
 
 def test_of_groups_of_one_parameter_the_most_common_rate_is_recorded() -> None:
