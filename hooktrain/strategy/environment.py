@@ -44,8 +44,9 @@ _VARIABLES: dict[Launcher, tuple[str, ...]] = {
         "SUBMITIT_LOCAL_NTASKS",
         "SUBMITIT_LOCAL_NTASKS",
     ),
-    # The last variable lists the ranks on the machine, such as 2,3.
-    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GTIDS"),
+    # The third is set for the tasks of srun only, not for the batch script of a job. The last one
+    # lists the ranks on the machine, such as 2,3.
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_GTIDS"),
 }
 
 
@@ -70,13 +71,10 @@ def infer_launcher() -> Launcher:
     """The launcher of this process, from the environment variables.
 
     ``"pytorch"`` is torchrun, or another launcher that sets ``WORLD_SIZE``; ``"mpi"`` is Open MPI's
-    mpirun; ``"slurm"`` is srun; ``"submitit"`` is submitit's local executor. The batch script of a
-    SLURM job has srun's variables too, but its launcher is ``"none"``.
+    mpirun; ``"slurm"`` is srun; ``"submitit"`` is submitit's local executor. The launcher of the
+    batch script of a SLURM job is ``"none"``.
     """
-    is_batch_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
     for launcher, (_, _, world_size, _) in _VARIABLES.items():
-        if launcher == "slurm" and is_batch_script:
-            continue
         if world_size in os.environ:
             return launcher
     return "none"

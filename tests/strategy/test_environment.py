@@ -39,7 +39,7 @@ SLURM = {
     "SLURM_GTIDS": "2,3",
     "SLURM_NODELIST": "node[07-08]",
 }
-STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+STEP = {"SLURM_STEP_NUM_TASKS": "4"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -70,9 +70,8 @@ def started_by(monkeypatch: pytest.MonkeyPatch) -> Any:
         ([], "none"),
         ([TORCHRUN], "pytorch"),
         ([TORCHRUN, SLURM, STEP], "pytorch"),  # srun torchrun ...
-        ([SLURM], "slurm"),
         ([SLURM, STEP], "slurm"),
-        ([SLURM, {"SLURM_JOB_ID": "1"}], "none"),  # the batch script
+        ([SLURM], "none"),  # the batch script
         ([OPEN_MPI], "mpi"),
         ([SLURM, STEP, OPEN_MPI], "mpi"),  # mpirun, whose daemons are tasks of srun
         ([SUBMITIT], "submitit"),
@@ -112,7 +111,7 @@ def test_of_a_single_process_a_launcher_need_not_say_more(started_by: Any) -> No
 
 
 def test_the_processes_of_several_machines_need_an_address(started_by: Any) -> None:
-    started_by(SLURM)
+    started_by(SLURM, STEP)
     info = get_rank_info("slurm")
     assert info == RankInfo(3, 1, 4, 2)
     with pytest.raises(ValueError, match=r"MASTER_ADDR=.*scontrol"):
@@ -126,7 +125,7 @@ def test_the_processes_of_several_machines_need_an_address(started_by: Any) -> N
 def test_machines_of_slurm_may_have_different_numbers_of_tasks(
     started_by: Any, tasks: str, expected: int
 ) -> None:
-    started_by(SLURM, SLURM_GTIDS=tasks)
+    started_by(SLURM, STEP, SLURM_GTIDS=tasks)
     assert get_rank_info("slurm").local_world_size == expected
 
 
@@ -139,7 +138,7 @@ def test_machines_of_slurm_may_have_different_numbers_of_tasks(
             r"lacks \['LOCAL_RANK', 'LOCAL_WORLD_SIZE'\].*'WORLD_SIZE': '2'.*LOCAL_RANK=0",
         ),
         ("pytorch", {"WORLD_SIZE": "2"}, "lacks .'RANK'.*unset WORLD_SIZE"),
-        ("slurm", {**SLURM, "SLURM_PROCID": "x"}, "'x'"),
+        ("slurm", {**SLURM, **STEP, "SLURM_PROCID": "x"}, "'x'"),
         ("slrum", {}, "'slrum'"),
     ],
 )
@@ -172,7 +171,7 @@ def test_the_tasks_of_srun_meet_and_a_script_that_never_leaves_ends_without_an_a
     None
 ):
     port = torchrun()["MASTER_PORT"]
-    shared = {"SLURM_NTASKS": "2", "SLURM_GTIDS": "0,1", "MASTER_PORT": port}
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_GTIDS": "0,1", "MASTER_PORT": port}
     tasks = []
     for rank in ("0", "1"):
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
