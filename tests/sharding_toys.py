@@ -88,6 +88,7 @@ class Run:
         kind: type[BaseStrategy],
         folder: str,
         config: Any = CONFIG,
+        sharded: bool = False,
         **options: Any,
     ) -> None:
         self.strategy = make_strategy(kind, **options)
@@ -98,7 +99,7 @@ class Run:
         self.checkpointer = Checkpointer(
             self.model,
             folder,
-            sharded=self.strategy.saves_shards,
+            sharded=sharded,
             optimizer=self.optim_wrapper,
             scheduler=self.scheduler,
         )

@@ -174,7 +174,6 @@ def core(folder: str, variant: Variant) -> None:
         options["train.strategy"] = {
             "_target_": "hooktrain.strategy.FSDPStrategy",
             "mesh": HYBRID if variant.is_hybrid else None,
-            "saves_shards": variant.sharded,
         }
     if variant.streams:
         name = f"{stream_loader.__module__}.{stream_loader.__qualname__}"

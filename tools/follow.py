@@ -118,10 +118,10 @@ class Follower:
             raise ValueError("--patience needs train.best_metric and train.best_mode")
         on_main_process(self._claim_folder)
         self.store = Store(store, self.reading) if store else None
-        strategy, self.model = prepare_model(cfg)
+        _, self.model = prepare_model(cfg)
         self.ema = hooks.EMA(self.model, train.ema.decay) if train.ema.enabled else None
         self.evaluation = build_evaluation(cfg, self.model, self.ema)
-        sharded = train.checkpointer.sharded or strategy.saves_shards
+        sharded = train.checkpointer.sharded
         self.checkpointer = Checkpointer(self.model, self.folder, sharded=sharded)
         self.best = self._build_best_checkpointer() if self.metric else None
         self.rows: list[Row] = []

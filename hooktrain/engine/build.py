@@ -67,7 +67,7 @@ def build_trainer(
     trainer.seed = strategy.seed
     set_end_of_run(cfg, trainer.epoch_length)
     trainer.meta = {"config": LazyConfig.to_py(cfg), "run_id": cfg.train.run_id}
-    checkpointer = build_checkpointer(cfg, trainer, strategy)
+    checkpointer = build_checkpointer(cfg, trainer)
     trainer.register_hooks(build_hooks(cfg, model, checkpointer))
     trainer.checkpointer = checkpointer
     return trainer
@@ -175,16 +175,14 @@ def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
         resolve(cfg)
 
 
-def build_checkpointer(
-    cfg: Any, trainer: ModelTrainer, strategy: BaseStrategy
-) -> Checkpointer:
+def build_checkpointer(cfg: Any, trainer: ModelTrainer) -> Checkpointer:
     """Build the Checkpointer of the model and the trainer, for the output folder."""
     options = cfg.train.checkpointer
     return Checkpointer(
         trainer.model,
         cfg.train.output_dir,
         background=options.background,
-        sharded=options.sharded or strategy.saves_shards,
+        sharded=options.sharded,
         store=cfg.train.store,
         # The trainer owns the checkpointer, not the other way round.
         trainer=weakref.proxy(trainer),

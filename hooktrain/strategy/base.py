@@ -63,7 +63,6 @@ class BaseStrategy:
         device: the device of this process, from :meth:`setup` on.
         seed: the seed of the run, without the rank. If none was given, :meth:`setup` draws it.
         model: the prepared model.
-        saves_shards: whether checkpoints should be folders of shards.
 
     Raises:
         TypeError: if an argument is unknown.
@@ -73,7 +72,6 @@ class BaseStrategy:
     device: torch.device
     seed: Any
     model: nn.Module
-    saves_shards = False
 
     def __init__(
         self,

@@ -45,8 +45,6 @@ class FSDPStrategy(BaseStrategy):
         deferred_init: whether all ranks build the model (a LazyCall or function) on the meta
             device. Only the first rank also builds it with values, on the CPU, from which all
             ranks get their shards.
-        saves_shards: whether a checkpoint is a folder to which each rank writes its shards, instead
-            of one file as with other strategies. Both can be loaded in either case.
         mesh: the number of ranks in the dimensions ``"replicate"``, ``"shard"`` and ``"tensor"``.
             By default ``"shard"`` has all remaining ranks.
             ``dict(replicate=2)`` shards within each half of the ranks (HSDP).
@@ -77,7 +75,6 @@ class FSDPStrategy(BaseStrategy):
         offload: bool = False,
         reshard_after_forward: bool = True,
         deferred_init: bool = False,
-        saves_shards: bool = False,
         mesh: Mapping[str, int] | None = None,
         parallelize: Callable[..., Any] | None = None,
         **kwargs: Any,
@@ -92,7 +89,6 @@ class FSDPStrategy(BaseStrategy):
         self.mesh_sizes = dict(mesh or {})
         self.parallelize: Any = parallelize
         self.deferred_init = deferred_init
-        self.saves_shards = saves_shards
 
     def _join_processes(self) -> None:
         super()._join_processes()

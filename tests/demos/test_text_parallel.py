@@ -28,7 +28,7 @@ from sharding_toys import DATA, Run, resumed_run, saved_run
 CONFIG = LazyCall(TextGPT)(vocab_size=18, block_size=8, size=(1, 16, 2), fused=False)
 DIVIDED = {"config": CONFIG, "parallelize": parallelize, "mesh": {"tensor": 2}}
 SHARDED = {"config": CONFIG, "mesh": {"tensor": 1}}
-SHARDS = {"saves_shards": True}
+SHARDS = {"sharded": True}
 
 
 def averaged(run: Run, saved: Any = None) -> dict[str, Any]:

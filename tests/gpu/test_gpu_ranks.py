@@ -30,7 +30,6 @@ STRATEGIES: dict[str, Any] = {
             "wrap": {Block},
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
             "activation_checkpointing": {Block},
-            "saves_shards": True,
         },
     ),
     "fsdp, full": (FSDPStrategy, {"wrap": {Block}}),
@@ -66,7 +65,7 @@ def train(kind: str, folder: str, max_iter: int) -> None:
     trainer = Watched(model, loader, optim_wrapper, gather_metric_period=4)
     trainer.transfers = []
     saver = Checkpointer(
-        model, folder, trainer=trainer, background=True, sharded=strategy.saves_shards
+        model, folder, trainer=trainer, background=True, sharded=kind == "fsdp"
     )
     trainer.register_hooks([PeriodicCheckpointer(saver, 4)])
     saver.resume_or_load("")

@@ -86,6 +86,7 @@ class BaseStrategy(strategy.BaseStrategy):
         optim_wrapper: the optimizer wrapper, or several by name.
         param_schedulers: the schedulers.
         dispatch_kwargs: the facts about the run that were given to :meth:`prepare`.
+        saves_shards: whether a checkpoint is a folder to which each rank writes its shards.
 
     Raises:
         TypeError: for an unknown name in ``env_kwargs``, or if this base class is
@@ -95,6 +96,7 @@ class BaseStrategy(strategy.BaseStrategy):
 
     optim_wrapper: Wrappers
     param_schedulers: Schedulers
+    saves_shards = False
 
     def __init__(
         self,
@@ -545,9 +547,11 @@ class BaseStrategy(strategy.BaseStrategy):
     ) -> "_Checkpointer":
         parts: dict[str, Any] = {}
         if with_optimizer and hasattr(self, "optim_wrapper"):
-            load: Callable[[Any], None] = self.load_optim_state_dict
-            if not with_schedulers:
-                load = self._load_without_schedules
+            load = (
+                self.load_optim_state_dict
+                if with_schedulers
+                else self._load_without_schedules
+            )
             parts["optimizer"] = SimpleNamespace(
                 state_dict=self.optim_state_dict,
                 load_state_dict=load,
@@ -661,4 +665,5 @@ class FSDPStrategy(BaseStrategy, strategy.FSDPStrategy):
             raise ValueError(
                 f"state_dict_cfg must be 'full' or 'local', got {state_dict_cfg!r}"
             )
-        super().__init__(saves_shards=state_dict_cfg != "full", **kwargs)
+        super().__init__(**kwargs)
+        self.saves_shards = state_dict_cfg != "full"
