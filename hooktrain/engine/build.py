@@ -194,9 +194,7 @@ def build_hooks(
 ) -> list[hooks.HookBase | None]:
     """Build the default hooks, EMA if it is enabled, and the hooks of the configuration."""
     train = cfg.train
-    ema = None
-    if train.ema.enabled:
-        ema = hooks.EMA(model, train.ema.decay)
+    ema = hooks.EMA(model, train.ema.decay) if train.ema.enabled else None
     found = default_hooks(
         scheduler=instantiate(cfg.get("lr_multiplier")),
         checkpointer=checkpointer,

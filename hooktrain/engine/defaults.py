@@ -142,7 +142,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     path = Path(folder or "", "config.json")
     if goes_on and folder and train.get("store"):
         _fetch_run(train["store"], folder)
-    earlier = on_main_process(partial(_read, path)) if folder and resumes else ""
+    earlier = path if folder and resumes else Path(os.devnull)
     seed, train["run_id"] = on_main_process(partial(_seed_and_run_id, train, earlier))
     train["seed"] = set_random_seed(seed, diff_rank_seed=True)
     if isinstance(cfg, ConfigDict):
@@ -150,7 +150,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         resolve(cfg)
     if folder and comm.is_main_process() and not eval_only:
         # When a resumed run begins, PeriodicCheckpointer replaces the earlier file by this one.
-        LazyConfig.save(cfg, temporary_path(path) if earlier else path)
+        LazyConfig.save(cfg, temporary_path(path) if earlier.is_file() else path)
         logger.info("Writing the full configuration to %s", path)
     if train.get("cudnn_benchmark"):
         torch.backends.cudnn.benchmark = True
@@ -174,24 +174,20 @@ def _fetch_run(store: str, folder: str) -> None:
         next(Store(store, folder).names_to_resume([]), None)
 
 
-def _read(path: Path) -> str:
-    return path.read_text("utf-8", "replace") if path.is_file() else ""
-
-
-def _seed_and_run_id(train: Any, earlier: str) -> tuple[Any, Any]:
+def _seed_and_run_id(train: Any, earlier: Path) -> tuple[Any, Any]:
     """Return the seed and the id of the run: if not given, those of the run to resume.
 
     A new run gets a new id; its seed, None, is drawn later.
 
     Args:
         train: the settings.
-        earlier: the text of the ``config.json`` of the run to resume. If it is missing or damaged,
-            the resume refuses the drawn seed, and names the run's.
+        earlier: the ``config.json`` of the run to resume. If it is missing or damaged, the resume
+            refuses the drawn seed, and names the run's.
     """
     seed, run_id = train.get("seed"), train.get("run_id")
     saved: dict[str, Any] = {}
-    with suppress(ValueError, LookupError, TypeError):
-        saved = dict(json.loads(earlier)["train"])
+    with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+        saved = dict(json.loads(earlier.read_text("utf-8", "replace"))["train"])
     if seed is None or seed < 0:
         seed = saved.get("seed")
     return seed, run_id or saved.get("run_id") or uuid4().hex

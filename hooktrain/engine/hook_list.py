@@ -69,11 +69,10 @@ def place_beside(
 
 def describe(hooks: Iterable[HookBase]) -> str:
     """One line per hook, in order: its name, its phase and the events that it overrides."""
-    lines = []
-    for key, hook in named_hooks(hooks).items():
-        own = ", ".join(_overridden(hook, EVENTS))
-        lines.append(f"{key} ({hook.phase}): {own}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"{key} ({hook.phase}): {', '.join(_overridden(hook, EVENTS))}"
+        for key, hook in named_hooks(hooks).items()
+    )
 
 
 def _overridden(hook: HookBase, names: Iterable[str]) -> list[str]:

@@ -272,13 +272,13 @@ def warn_about_rank_differences(model: nn.Module, is_sharded: bool) -> None:
             "create_ddp_model(model), and call self.model, not the module inside it. A hook that "
             "changes weights must do so on every rank",
         )
-    different = _names_that_differ(checksums, buffers)
+    different = names_that_differ(checksums, buffers)
     if different:
         log_once(
             logger.warning,
             "Buffers differ between the ranks, but all ranks would resume with those of the main "
             "process: %s",
-            str(different),
+            str(different[:5]),
         )
 
 
@@ -290,28 +290,25 @@ def log_metrics_that_differ(storage: EventStorage) -> None:
     Args:
         storage: the metrics of a run, in which some values may be waiting on a device.
     """
-    # Texts, since NaN does not equal itself.
-    values = {
-        name: repr(entry)
-        for name, entry in storage.latest().items()
-        if storage.is_reproducible(name)
-    }
-    different = _names_that_differ(values, comm.all_gather(values))
+    own = storage.latest()
+    names = names_that_differ(own, comm.all_gather(own))
+    different = list(filter(storage.is_reproducible, names))
     if different:
         logger.info(
             "The ranks have recorded different values of %s, and the main process's are written. "
             "If compute_loss returns such values beside the losses, their means are written",
-            different,
+            different[:5],
         )
 
 
-def _names_that_differ(own: State, of_ranks: Iterable[State]) -> list[str]:
-    """The names of up to five of this rank's values that differ on another rank."""
+def names_that_differ(own: State, of_ranks: Iterable[State]) -> list[str]:
+    """The names of values that differ on another rank, if it has a value of that name."""
+    # By their texts, since NaN does not equal itself.
     return [
         name
         for name, value in own.items()
-        if any(other.get(name, value) != value for other in of_ranks)
-    ][:5]
+        if any(repr(other.get(name, value)) != repr(value) for other in of_ranks)
+    ]
 
 
 def without_masks(model: nn.Module, broken: set[str]) -> set[str]:

@@ -397,7 +397,7 @@ class SimpleTrainer(ModelTrainer):
         """
         try:
             return call_model(self.model, data)
-        except (TypeError, AttributeError, RuntimeError, IndexError) as error:
+        except Exception as error:
             add_note(
                 error,
                 f"the batch is {types_of(data)!r:.300}; labels count from 0. A tuple is passed as "

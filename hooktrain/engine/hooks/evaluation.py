@@ -19,9 +19,9 @@ from hooktrain.engine.hook_list import named_hooks
 from hooktrain.engine.hooks.averaging import EMA
 from hooktrain.engine.hooks.callback import CallbackHook
 from hooktrain.engine.hooks.checkpointing import check_saver
+from hooktrain.engine.preflight import names_that_differ
 from hooktrain.evaluation.evaluator import as_module, inference_context
 from hooktrain.evaluation.testing import EvalFunction, Results, as_numbers
-from hooktrain.events.history import OF_THE_MACHINE
 from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.logger import log_once
@@ -142,13 +142,9 @@ class EvalHook(HookBase):
         except Exception as of_some_rank:
             self.trainer.raise_later(of_some_rank)
             return
-        # Times differ between ranks; metrics of one model do not. By repr, NaN equals NaN.
-        if any(
-            repr(other.get(name, value)) != repr(value)
-            for name, value in results.items()
-            if not OF_THE_MACHINE.search(name)
-            for other in others
-        ):
+        different = names_that_differ(results, others)
+        # Times differ between ranks; metrics of one model do not.
+        if any(map(self.trainer.storage.is_reproducible, different)):
             log_once(
                 logger.warning,
                 "The ranks returned different results, so those of the main process are used: an "
