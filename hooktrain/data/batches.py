@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import length_hint
@@ -82,6 +83,7 @@ class Batches(Iterator[Any]):
     Attributes:
         loader: the loader.
         epoch: how many times the loader was exhausted.
+        waited: the seconds spent waiting for batches, until a trainer sets it back to 0.
         first: the checksums of the first batches of up to two workers. For a ``TrainLoader`` they
             are kept only if its sampler is not a ``StreamSampler``, which divides the data itself.
     """
@@ -90,6 +92,7 @@ class Batches(Iterator[Any]):
         self.loader: Any = loader
         self._name = name
         self.epoch = 0
+        self.waited = 0.0
         self._taken = 0  # the number of batches taken in this epoch
         self._iterator: Iterator[Any] | None = None
         self.first: list[int] = []
@@ -128,6 +131,7 @@ class Batches(Iterator[Any]):
             self.loader._iterator = None  # that of persistent workers
 
     def __next__(self) -> Any:
+        start = time.perf_counter()
         # If nothing is left of this epoch, the second attempt begins the next one.
         for _ in range(2):
             try:
@@ -137,6 +141,7 @@ class Batches(Iterator[Any]):
                 self._taken = 0
                 self._iterator = None
             else:
+                self.waited += time.perf_counter() - start
                 self._taken += 1
                 if len(self.first) < self._compared:
                     self.first.append(_checksum(batch))

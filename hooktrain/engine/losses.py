@@ -33,12 +33,7 @@ class LossRecorder:
     Args:
         storage: the EventStorage to record in.
         iteration: the first iteration of the run.
-
-    Attributes:
-        data_time: the seconds that the current step has waited for data so far.
     """
-
-    data_time = 0.0
 
     def __init__(self, storage: EventStorage, iteration: int = 0) -> None:
         self._storage = storage

@@ -1,7 +1,6 @@
 """Trainers of a model that returns its losses, or that has its own training step."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from inspect import signature
@@ -136,13 +135,7 @@ class ModelTrainer(TrainerBase):
 
     def next_batch(self) -> Any:
         """The next batch, on the model's device. Your own ``run_step`` begins by calling this."""
-        return self._take(self._data_loader_iter)
-
-    def _take(self, batches: Iterator[Any]) -> Any:
-        start = time.perf_counter()
-        batch = self.prepare_batch(next(batches))
-        self._losses.data_time += time.perf_counter() - start
-        return batch
+        return self.prepare_batch(next(self._data_loader_iter))
 
     def before_train(self) -> None:
         """Check that model and optimizers match, begin the run, and start the loader."""
@@ -209,8 +202,8 @@ class ModelTrainer(TrainerBase):
             FloatingPointError: if the sum, or a loss of a StepTrainer, is not finite. With several
                 ranks or on an accelerator, this is checked at the end of a period.
         """
-        data_time = self._losses.data_time
-        self._losses.data_time = 0.0
+        batches = self._data_loader_iter
+        data_time, batches.waited = batches.waited, 0.0
         self._write_metrics(losses, data_time)
 
     def _write_metrics(
@@ -447,13 +440,11 @@ class SimpleTrainer(ModelTrainer):
         means: Tensors = {}
         factors: list[float] = []
         if type(self).weight is not SimpleTrainer.weight:
-            start = time.perf_counter()
             taken = [next(batches) for _ in range(count)]
-            self._losses.data_time += time.perf_counter() - start
             factors = weights_over_mean(map(self.weight, taken))
             batches = iter(taken)
         for batch in range(count):
-            data = self._take(batches)
+            data = self.prepare_batch(next(batches))
             with wrapper.optim_context(self.model):
                 loss, losses = self.parse_losses(self.compute_loss(data))
             if count > 1 and self.iter == self.start_iter and not factors:
