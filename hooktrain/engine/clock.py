@@ -21,6 +21,7 @@ class Clock:
     Attributes:
         is_shared: whether there are several ranks.
         own: the seconds that this process has spent in its steps.
+        begun: the same when the current step began.
         pauses: the seconds that it has spent in evaluations, saves and the like, by name.
         agreed: the largest ``own`` of any rank at the last exchange.
         now: the seconds by which the hooks of this iteration measure their periods.
@@ -33,11 +34,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.pauses: Numbers = defaultdict(float)
-        self.own = self.agreed = self.now = self.before = 0.0
+        self.own = self.begun = self.agreed = self.now = self.before = 0.0
         self._since = 0.0
 
     def begin_step(self) -> None:
         """Start counting."""
+        self.begun = self.own
         self._since = self.read()
 
     def lap(self) -> None:

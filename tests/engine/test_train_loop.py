@@ -218,7 +218,7 @@ def test_hooks_are_described_with_their_events() -> None:
     trainer.register_hooks([HookBase(), Counter(), Counter()])
     trainer.register_hooks([hooks.IterationTimer()])
     expected = [
-        "IterationTimer (time): before_train, after_step, after_train",
+        "IterationTimer (time): after_step, after_train",
         "HookBase (run): ",
         "Counter (run): after_step",
         "Counter#1 (run): after_step",

@@ -32,18 +32,14 @@ class IterationTimer(HookBase):
     def __init__(self, warmup_iter: int = 3) -> None:
         self._warmup_iter = warmup_iter
 
-    def before_train(self) -> None:
-        """Read the clock."""
-        trainer = self.trainer
-        self._clock, self._storage = trainer.clock, trainer.storage
-        self._last = self._clock.own
-
     def after_step(self) -> None:
         """Record the time of the step."""
-        own = self._clock.own
-        if self.trainer.done > self._warmup_iter:
-            self._storage.put_scalar("time", own - self._last, reproducible=False)
-        self._last = own
+        trainer = self.trainer
+        if trainer.done > self._warmup_iter:
+            clock = trainer.clock
+            trainer.storage.put_scalar(
+                "time", clock.own - clock.begun, reproducible=False
+            )
 
     def after_train(self) -> None:
         """Log where the time went."""
