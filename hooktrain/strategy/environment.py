@@ -98,14 +98,13 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
     names = _VARIABLES[launcher]
     if os.environ.get(names[2]) == "1":  # a single process need not know more
         return RankInfo()
-    values = {name: os.environ.get(name) for name in names}
-    missing = [name for name, value in values.items() if value is None]
+    missing = [name for name in names if name not in os.environ]
     if missing:
         raise ValueError(
-            f"the environment lacks {missing}: {values}. If each machine or container has one "
+            f"the environment lacks {missing} of {names}. If each machine or container has one "
             "process, set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; for a single process, unset WORLD_SIZE"
         )
-    *numbers, here = [str(values[name]) for name in names]
+    *numbers, here = [os.environ[name] for name in names]
     if launcher == "slurm":
         here = str(len(here.split(",")))
     return RankInfo(*map(int, (*numbers, here)))
