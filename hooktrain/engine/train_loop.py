@@ -365,7 +365,8 @@ class TrainerBase:
     def _refuse_to_stop(self, value: object) -> None:
         raise AttributeError("a run is stopped by trainer.request_stop(reason)")
 
-    should_stop = property(fset=_refuse_to_stop)  # Lightning's, where it is set
+    # Lightning's, and those of Ultralytics, where they are set.
+    should_stop = stop = stop_training = property(fset=_refuse_to_stop)
 
     def raise_later(self, error: BaseException) -> None:
         """Raise an error after all hooks have seen this iteration. Call it on all ranks."""

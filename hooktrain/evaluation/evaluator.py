@@ -3,6 +3,7 @@
 import inspect
 import logging
 import math
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from itertools import chain, repeat
 from operator import length_hint
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +28,12 @@ from hooktrain.utils.logger import log_once, pretty_seconds
 from hooktrain.utils.names import add_note, did_you_mean
 from hooktrain.utils.tensors import (
     Device,
+    checksum,
     compute_device,
     is_sharded,
     mover_to,
     to_device,
+    with_items,
 )
 from hooktrain.utils.workers import start_workers
 
@@ -233,9 +237,11 @@ def _joined(parts: Any) -> Any:
     """Concatenate the values of several batches."""
     first = parts[0]
     if isinstance(first, Tensor):
-        return torch.cat(parts)
+        # Models of transformers return the loss of a batch too, as a single number.
+        return torch.cat([torch.atleast_1d(part) for part in parts])
     if isinstance(first, Mapping):
-        return {key: _joined([part[key] for part in parts]) for key in first}
+        joined = {key: _joined([part[key] for part in parts]) for key in first}
+        return with_items(first, joined)
     if isinstance(first, tuple):
         return [_joined(each) for each in zip(*parts, strict=True)]
     return [*chain.from_iterable(parts)]
@@ -361,6 +367,7 @@ def inference_on_dataset(
         KeyError: if a loader has no evaluator of its name.
         TypeError: if ``data_loader`` is a data set.
         ValueError: if a single process got no batch, or if the loader never ends.
+        RuntimeError: if not all ranks call it.
     """
     if isinstance(data_loader, Mapping):
         results = {}
@@ -374,6 +381,7 @@ def inference_on_dataset(
         raise ValueError(
             f"data_loader never ends; use build_test_loader(): {data_loader!r}"
         )
+    comm.meet("inference_on_dataset")
     _warn_about_samples(data_loader)
     if evaluator is None:
         evaluator = []
@@ -444,7 +452,11 @@ def _with_progress(
     batches: Any = zip(own, repeat(True))
     if computes_together(module):
         batches = in_step(own, compute_device(module))
+    device = compute_device(module)
+    before: list[Any] = []
     for done, batch in enumerate(batches, 1):
+        # Its first batch has started any loader inside the given one, which draws a seed.
+        before = before or _random_state(device)
         yield batch
         timer.beat()
         now = time.perf_counter()
@@ -453,11 +465,26 @@ def _with_progress(
             _log_progress(done, now - start)
     if done == 0 and comm.get_world_size() == 1:
         raise ValueError(f"data_loader has no batch to evaluate: {data_loader!r}")
-    device = compute_device(module)
+    if done and _random_state(device) != before:
+        log_once(
+            logger.info,
+            "The evaluation drew random numbers. If it should not, is the data augmented, or does "
+            "the model draw in evaluation mode, as F.dropout(x) does without training=False?",
+        )
     if device.type != "cpu":
         # A host-device synchronisation.
         torch.accelerator.synchronize(device)
     _log_progress(done, time.perf_counter() - start)
+
+
+def _random_state(device: torch.device) -> list[Any]:
+    """What changes when a global generator draws: Python's, numpy's, and torch's on two devices."""
+    module = torch.get_device_module(device)
+    states = (
+        torch.get_rng_state(),
+        getattr(module, "get_rng_state", torch.get_rng_state)(),
+    )
+    return [random.getstate(), repr(np.random.get_state()), *map(checksum, states)]
 
 
 def _log_progress(done: int, seconds: float) -> None:

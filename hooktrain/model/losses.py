@@ -82,7 +82,8 @@ def _check_names(names: tuple[str, ...], recorded: tuple[str, ...]) -> None:
             "record them, detach() them; to add them to the loss, put 'loss' in each name"
         )
     logger.info(
-        "The loss is the sum of %s; only recorded, since they have no gradient: %s",
+        "The loss is the sum of %s; only recorded, since they have no gradient (after detach(), "
+        "for example): %s",
         list(names),
         sorted(recorded),
     )

@@ -86,6 +86,12 @@ def check_optimizers(model: nn.Module, optim_wrapper: Wrappers) -> None:
             name,
         )
     for wrapper in wrappers:
+        if hasattr(wrapper.optimizer, "eval"):
+            logger.info(
+                "%s has eval() and train(), as schedule-free ones do: only your own hooks call "
+                "them, before and after evaluations and saves",
+                type(wrapper.optimizer).__name__,
+            )
         # timm's schedulers multiply each lr by it at construction.
         scales = {group.get("lr_scale", 1.0) for group in wrapper.param_groups}
         if len(scales) > 1 and len(set(rates_of(wrapper))) == 1:

@@ -128,6 +128,23 @@ def all_gather(data: T, group: Group = None) -> list[T]:
     return gathered
 
 
+def meet(place: str) -> None:
+    """Wait for all ranks. Collective.
+
+    Args:
+        place: the place in the code.
+
+    Raises:
+        RuntimeError: if the ranks wait for each other at different places.
+    """
+    places = all_gather(place)
+    if len(set(places)) > 1:
+        raise RuntimeError(
+            f"the ranks wait for each other at different places: {places}. Each rank must run the "
+            "same code, also the evaluation, not only the main process"
+        )
+
+
 def broadcast(obj: T, src: int = 0) -> T:
     """Send the object of rank ``src`` to every rank. Collective."""
     if get_world_size() == 1:

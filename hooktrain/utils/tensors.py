@@ -155,7 +155,7 @@ def map_leaves(function: Callable[[Keys, Any], Any], data: Any, path: Keys = ())
     if items is None:
         return function(path, data)
     changed = {key: map_leaves(function, item, (*path, key)) for key, item in items}
-    return _with_items(data, changed)
+    return with_items(data, changed)
 
 
 def _items(data: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -171,7 +171,7 @@ def _items(data: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def _with_items(data: Any, items: dict[Any, Any]) -> Any:
+def with_items(data: Any, items: dict[Any, Any]) -> Any:
     """A copy of a container with these items."""
     kind: Any = type(data)
     if isinstance(data, tuple):

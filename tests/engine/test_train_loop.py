@@ -176,8 +176,9 @@ def test_a_stop_completes_the_iteration() -> None:
     assert trainer.stop_reason == "enough"
     trainer.train(max_iter=5)
     assert trainer.log[3:] == ["step 3", "step 4"]
-    with pytest.raises(AttributeError, match=r"trainer\.request_stop\(reason\)"):
-        trainer.should_stop = True
+    for name in ("should_stop", "stop", "stop_training"):
+        with pytest.raises(AttributeError, match=r"trainer\.request_stop\(reason\)"):
+            setattr(trainer, name, True)
 
 
 class Counter(HookBase):

@@ -1,4 +1,5 @@
 import logging
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SubsetRandomSampler,
+    TensorDataset,
 )
 
 from gloo import run_ranks
@@ -546,6 +548,75 @@ def test_a_model_evaluates_without_gradients() -> None:
     inference_on_dataset(model, [torch.ones(3, 2)], Look())
     assert seen == [(False, False)]
     assert torch.is_grad_enabled()
+
+
+class Output(dict[str, Tensor]):
+    """Like the outputs of transformers' models, whose values are attributes too."""
+
+    loss = property(lambda self: self["loss"])
+    logits = property(lambda self: self["logits"])
+
+
+def test_the_whole_of_outputs_with_a_loss_of_each_batch_keeps_their_class() -> None:
+    def model(batch: tuple[Tensor, Tensor]) -> Output:
+        return Output(loss=batch[0].mean(), logits=batch[0])
+
+    seen: list[Any] = []
+    metric = MetricEvaluator(lambda o, _: seen.append(o) or 1.0, whole=True)
+    given = [(torch.ones(2), torch.ones(2)), (torch.zeros(1), torch.ones(1))]
+    inference_on_dataset(model, given, metric)
+    [outputs] = seen
+    assert outputs.loss.tolist() == [1.0, 0.0]
+    assert outputs.logits.tolist() == [1.0, 1.0, 0.0]
+
+
+class Draws(nn.Module):
+    """Drops out in evaluation mode too, or only while training."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, training=self.always or self.training)
+
+
+def noisy(draw: Any) -> Iterator[Tensor]:
+    for _ in range(2):
+        yield torch.ones(2) * float(draw())
+
+
+@pytest.mark.parametrize(
+    ("always", "draw", "is_told"),
+    [
+        (True, int, True),
+        (False, int, False),
+        (False, random.random, True),
+        (False, np.random.rand, True),
+        (False, lambda: torch.rand(()), True),
+        (False, np.random.default_rng(0).random, False),
+    ],
+)
+def test_an_evaluation_that_draws_random_numbers_is_told_once(
+    always: bool, draw: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        inference_on_dataset(Draws(always), noisy(draw), [])
+    told = [text for text in caplog.messages if "drew random numbers" in text]
+    assert len(told) == is_told
+
+
+def test_the_seed_that_a_loader_draws_when_it_starts_is_no_random_number_of_an_evaluation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Around:
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from DataLoader(TensorDataset(torch.ones(4)), batch_size=2)
+
+    caplog.set_level(logging.INFO)
+    inference_on_dataset(lambda batch: batch, Around(), [])
+    assert "drew random numbers" not in caplog.text
 
 
 def test_each_submodule_comes_back_to_its_own_mode() -> None:

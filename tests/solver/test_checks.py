@@ -248,3 +248,20 @@ def test_models_of_which_all_is_trained_that_is_to_be_are_not_told(
     if case == "accumulated":
         optimizer = OptimWrapper(optimizer, accumulative_counts=2)
     assert told_of_idle(model, optimizer, caplog) == []
+
+
+class ScheduleFree(torch.optim.SGD):
+    def eval(self) -> None:
+        """Exchange the weights for those to evaluate."""
+
+
+@pytest.mark.parametrize("kind", [ScheduleFree, torch.optim.SGD])
+def test_an_optimizer_with_modes_that_no_hook_sets_is_told(
+    kind: type[torch.optim.SGD], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    check_optimizers(model, OptimWrapper(kind(model.parameters(), lr=0.1)))
+    assert ("ScheduleFree has eval() and train()" in caplog.text) == (
+        kind is ScheduleFree
+    )

@@ -45,6 +45,17 @@ def test_collectives_reach_the_ranks_of_the_run_or_a_group() -> None:
     run_ranks(exchange, WORLD_SIZE)
 
 
+def meet_at_two_places() -> None:
+    comm.meet("the end")
+    comm.meet("the end" if comm.get_rank() else "the beginning")
+
+
+def test_ranks_that_wait_for_each_other_at_different_places_are_refused() -> None:
+    places = r"\['the beginning', 'the end'\]"
+    with pytest.raises(RuntimeError, match=f"at different places: {places}"):
+        run_ranks(meet_at_two_places, 2)
+
+
 def take_maxima_and_sums() -> list[list[float]]:
     rank = comm.get_rank()
     values = [rank, -rank, 10.0**rank, 0.1, 1e16 if rank == 1 else 1.0]

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from hooktrain.checkpoint import Checkpointer, CorruptCheckpointError
 from hooktrain.checkpoint.loading import read_checkpoint
@@ -26,7 +25,7 @@ from hooktrain.utils import comm
 from hooktrain.utils.background import BackgroundWorker
 from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import Numbers, State, check_count, did_you_mean
-from hooktrain.utils.periods import Period, PeriodLike
+from hooktrain.utils.periods import Period, PeriodLike, in_iterations
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +103,15 @@ class EvalHook(HookBase):
         info: Any = self.trainer.storage.info  # saved in checkpoints
         return info.setdefault(f"evaluation by {name}", {})  # type: ignore[no-any-return]
 
+    def times_before_end(self) -> float:
+        """The number of evaluations before the last iteration; infinite for a period in time."""
+        every = self._period.every
+        if "epoch" in str(every):
+            every = in_iterations(every, self.trainer.epoch_length)
+        if isinstance(every, str):
+            return math.inf
+        return (self.trainer.max_iter - 1) // every if every else 0
+
     def after_step(self) -> None:
         """Evaluate at the end of a period, and in the last iteration."""
         at_end = self._eval_after_train and self.trainer.is_last
@@ -135,8 +143,14 @@ class EvalHook(HookBase):
                 patience = _PATIENCE_SECONDS
             # Ranks may take very different times to evaluate. They wait for each other here, so
             # that the stack of a waiting rank shows the reason.
-            if not _wait_for_all_ranks(patience):
-                outcome.result()
+            worker = BackgroundWorker("meeting")
+            worker.submit(partial(comm.meet, "the end of eval_function"), daemon=True)
+            try:
+                if not worker.wait(patience):
+                    outcome.result()
+            except RuntimeError:
+                outcome.result()  # an error of this rank comes first
+                raise
         try:
             results, *others = comm.on_all_ranks(outcome.result)
         except Exception as of_some_rank:
@@ -165,24 +179,6 @@ class EvalHook(HookBase):
             )
         self.last_results = results or {}
         return as_numbers(self.last_results)
-
-
-def _wait_for_all_ranks(seconds: float | None) -> bool:
-    """Wait until all ranks arrive here. Collective.
-
-    Args:
-        seconds: how long to wait at most; None waits until the timeout of the process group.
-
-    Returns:
-        Whether all ranks arrived in time.
-    """
-    if comm.get_world_size() == 1:
-        return True
-    group = comm.object_group()
-    # A timeout given to monitored_barrier would apply to the main process only.
-    worker = BackgroundWorker("meeting")
-    worker.submit(lambda: dist.monitored_barrier(group), daemon=True)
-    return worker.wait(seconds)
 
 
 def check_mode(mode: str | None, metric: str) -> str:
@@ -477,6 +473,12 @@ class EarlyStopping(HookBase):
         """Stop a resumed run that was stopped before, unless ``patience`` was raised."""
         log_missing_eval_hook(self, self._metric)
         self._stop_if_exhausted()
+        hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
+        if hooks and all(hook.times_before_end() <= self._patience for hook in hooks):
+            logger.info(
+                "The run has too few evaluations for EarlyStopping(patience=%d) to end it",
+                self._patience,
+            )
 
     def after_evaluation(self, results: Numbers) -> None:
         """Compare the result with the best so far."""

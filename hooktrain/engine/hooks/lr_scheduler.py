@@ -114,6 +114,7 @@ class LRScheduler(HookBase):
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
                     schedule.load_state_dict(state)
             self._loaded = {}
+        self._expected = self._rates() if self._driven else []
 
     def _optimizers(self) -> Mapping[str, Any]:
         """The optimizers by name, in wrappers or not; a single one has the name ``""``."""

@@ -328,6 +328,24 @@ def test_a_rank_that_fails_while_another_waits_for_it_ends_the_run_soon() -> Non
     assert str(caught.value).endswith("ZeroDivisionError: broken\n")
 
 
+def evaluate_on_the_main_process_only() -> None:
+    def evaluate() -> Any:
+        if not comm.is_main_process():
+            return {}
+        return inference_on_dataset(model, batches(2), [])
+
+    trainer = linear_trainer(EvalHook(2, evaluate))
+    model = trainer.model
+    evaluation._PATIENCE_SECONDS = 0.2
+    trainer.train(0, 8)
+
+
+def test_an_evaluation_on_the_main_process_only_is_refused() -> None:
+    places = r"\['inference_on_dataset', 'the end of eval_function'\]"
+    with pytest.raises(RuntimeError, match=places):
+        run_ranks(evaluate_on_the_main_process_only, 2)
+
+
 # The best model
 
 
@@ -957,6 +975,38 @@ def test_training_stops_after_so_many_values_without_improvement(
     trainer.train(0, 9)
     assert trainer.iter == end
     assert (trainer.stop_reason is None) == (end == 9)
+
+
+@pytest.mark.parametrize(
+    ("periods", "patience", "is_told"),
+    [
+        ([0], 1, True),
+        ([2], 4, True),
+        ([2], 3, False),
+        (["1 epoch"], 2, True),
+        (["1 epoch"], 1, False),
+        (["1 hour"], 9, False),
+        ([0, 1], 5, False),
+        ([], 5, False),
+    ],
+)
+def test_a_run_with_too_few_evaluations_for_the_patience_is_told(
+    periods: list[int | str],
+    patience: int,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    hooks = [
+        EvalHook(period, lambda: {"acc": 1.0 / (1 + trainer.iter)})
+        for period in periods
+    ]
+    trainer = Idle(*hooks, EarlyStopping("acc", "min", patience))
+    trainer.epoch_length = 3
+    trainer.train(0, 9)
+    told = [text for text in caplog.messages if "too few evaluations" in text]
+    assert len(told) == is_told
+    assert all(f"patience={patience}" in text for text in told)
 
 
 def test_the_patience_survives_a_resume() -> None:

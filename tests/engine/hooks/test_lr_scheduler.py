@@ -552,6 +552,18 @@ def test_the_rates_go_on_when_a_group_is_split_or_two_are_merged(
     assert "groups" not in caplog.text
 
 
+def test_a_rate_that_a_hook_sets_after_the_schedule_has_begun_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def set_rate(trainer: Any) -> None:
+        trainer.optimizer.param_groups[0]["lr"] = 0.01
+
+    trainer = linear_trainer(LRScheduler(scheduler=LinearParamScheduler(1.0, 0.0)))
+    trainer.register_hooks([CallbackHook(before_train=set_rate)])
+    trainer.train(0, 3)
+    assert "changed outside LRScheduler: expected [0.1" in caplog.text
+
+
 # What is refused
 
 
