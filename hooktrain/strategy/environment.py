@@ -110,8 +110,8 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
     return RankInfo(*map(int, (*numbers, here)))
 
 
-def find_address(info: RankInfo) -> tuple[str, int]:
-    """The host and port at which the processes meet: ``MASTER_ADDR`` and ``MASTER_PORT``.
+def set_address(info: RankInfo) -> None:
+    """Set ``MASTER_ADDR`` and ``MASTER_PORT``, at which the processes meet, unless they are set.
 
     The defaults are this machine, if the run uses no other machine, and port 29500. Two runs on
     one machine need different ports.
@@ -122,13 +122,14 @@ def find_address(info: RankInfo) -> tuple[str, int]:
     Raises:
         ValueError: if the host of rank 0 is unknown.
     """
-    host = os.environ.get("MASTER_ADDR")
-    if host is None and info.world_size > info.local_world_size:
+    if info.world_size == info.local_world_size:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    elif "MASTER_ADDR" not in os.environ:
         raise ValueError(
             "set MASTER_ADDR to the address of the machine of rank 0; in a SLURM job by "
             "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
         )
-    return host or "127.0.0.1", int(os.environ.get("MASTER_PORT", "29500"))
+    os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def count_processes() -> int:
@@ -153,8 +154,8 @@ def join_processes(
 
     This initialises the default process group, and makes the accelerator of the local rank the
     current one. It raises the process's limit of open files as far as allowed, and sets
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as torchrun does. If torchrun is killed, the process is
-    killed with it (Linux).
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun does. If
+    torchrun is killed, the process is killed with it (Linux).
 
     Args:
         launcher: see :func:`infer_launcher`.
@@ -163,7 +164,7 @@ def join_processes(
         timeout: the timeout of collectives, as a timedelta or in seconds.
 
     Raises:
-        ValueError: as :func:`get_rank_info` and :func:`find_address`.
+        ValueError: as :func:`get_rank_info` and :func:`set_address`.
     """
     # The functions of this module have the default group as a default argument. If it were first
     # imported while a group exists, as building an optimizer does, it would keep the group's
@@ -241,12 +242,9 @@ def meeting_place(
 def _store(info: RankInfo, timeout: timedelta) -> Any:
     """The store of the process group, without the addresses of dead processes."""
     c10d: Any = dist  # torch's stubs lack these names
-    host, port = find_address(info)
-    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_server = info.rank == 0 and not is_shared
-    store = c10d.TCPStore(
-        host, port, info.world_size, is_server, timeout, multi_tenant=True
-    )
+    set_address(info)
+    meeting = c10d.rendezvous("env://", info.rank, info.world_size, timeout=timeout)
+    store, *_ = next(meeting)
     if info.world_size == info.local_world_size:
         # torchrun's store survives a restart, and still has the addresses of the dead ranks. On
         # several machines the restart counts may differ, so they cannot be used as a prefix.

@@ -22,11 +22,11 @@ from hooktrain.strategy import (
 )
 from hooktrain.strategy.environment import (
     RankInfo,
-    find_address,
     get_rank_info,
     infer_launcher,
     leave_processes,
     restart_count,
+    set_address,
 )
 from hooktrain.utils import comm
 from releases import needs_records, without_gloo
@@ -110,15 +110,22 @@ def test_of_a_single_process_a_launcher_need_not_say_more(started_by: Any) -> No
     assert get_rank_info("pytorch") == RankInfo(0, 0, 1, 1)
 
 
-def test_the_processes_of_several_machines_need_an_address(started_by: Any) -> None:
+def test_the_processes_of_several_machines_need_an_address(
+    started_by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
     started_by(SLURM, STEP)
     info = get_rank_info("slurm")
     assert info == RankInfo(3, 1, 4, 2)
     with pytest.raises(ValueError, match=r"MASTER_ADDR=.*scontrol"):
-        find_address(info)
-    assert find_address(replace(info, local_world_size=4)) == ("127.0.0.1", 29500)
+        set_address(info)
+    set_address(replace(info, local_world_size=4))
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert os.environ["MASTER_PORT"] == "29500"
     started_by(MASTER_ADDR="fe80::1", MASTER_PORT="99")
-    assert find_address(info) == ("fe80::1", 99)
+    set_address(info)
+    assert os.environ["MASTER_ADDR"] == "fe80::1"
+    assert os.environ["MASTER_PORT"] == "99"
 
 
 @pytest.mark.parametrize(("tasks", "expected"), [("0,1,2", 3), ("3", 1)])
@@ -157,7 +164,8 @@ from hooktrain.strategy import DDPStrategy
 from hooktrain.utils import comm
 before = {*os.environ}
 DDPStrategy(device="cpu").setup()
-assert os.environ.keys() - before == {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+found = os.environ.keys() - before
+assert found == {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
 total = torch.ones(1)
 dist.all_reduce(total)
 print(comm.get_rank(), comm.get_local_rank(), comm.get_local_size(), total.item())
