@@ -38,8 +38,8 @@ def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
             f"{did_you_mean(hook.phase, PHASES)}"
         )
     own = _place(hook)
-    earlier = (i for i, each in enumerate(hooks) if _place(each) <= own)
-    return max(earlier, default=-1) + 1
+    behind = (i for i, each in enumerate(hooks, 1) if _place(each) <= own)
+    return max(behind, default=0)
 
 
 def _place(hook: HookBase) -> tuple[int, int]:

@@ -92,8 +92,8 @@ def _refuse_unknown(
             if near or where not in ("", "dataloader.", "train.ddp."):
                 raise ValueError(f"unknown key {where}{key}{did_you_mean(key, known)}")
             is_call = isinstance(value, Mapping) and "_target_" in value
-            level = logging.WARNING if is_call else logging.INFO
-            logger.log(level, "%s%s is not a setting of hooktrain", where, key)
+            log = logger.warning if is_call else logger.info
+            log("%s%s is not a setting of hooktrain", where, key)
         elif isinstance(known[key], dict):
             if not isinstance(value, Mapping):
                 raise TypeError(

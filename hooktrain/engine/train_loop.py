@@ -87,7 +87,8 @@ class TrainerBase:
         start_iter: the first iteration of the run.
         succeeded: whether the run reached its end, or an early stop, without an error. Set by the
             event methods, so it also holds in loops that call those directly.
-        seed: the seed of the run's random numbers; None takes ``torch.initial_seed()``.
+        seed: the seed of the run's random numbers, an integer; None takes
+            ``torch.initial_seed()``.
         storage: the EventStorage that holds the metrics.
         agreement: the Agreement of the ranks, for example on an early stop.
         sync_period: the number of iterations between two exchanges of the ranks.
@@ -103,7 +104,7 @@ class TrainerBase:
     done: int = 0
     start_iter: int = 0
     succeeded: bool = False
-    seed: int | None = None
+    seed: Any = None
     places_by_phase: ClassVar[bool] = True
     sync_period: int = 20
     is_last: bool = False
@@ -351,7 +352,6 @@ class TrainerBase:
 
     def seed_generators(self, iteration: int, event: str = "step") -> None:
         """Seed the generators of this rank; see :func:`hooktrain.utils.env.seed_step`."""
-        assert self.seed is not None  # set in before_train
         seed_step(self.seed, iteration, self._run.rank, event)
 
     def request_stop(self, reason: str) -> None:
