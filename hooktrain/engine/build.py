@@ -128,9 +128,13 @@ def build_optimizer(cfg: Any, model: nn.Module) -> Wrappers:
         wrap = partial(AmpOptimWrapper, dtype=dtype)
     elif train.amp.dtype != "float16":  # the default
         logger.info("train.amp.dtype has no effect without train.amp.enabled=true")
-    counts, clip_grad = train.accumulative_counts, train.clip_grad
     return as_optim_wrapper(
-        optimizer, partial(wrap, accumulative_counts=counts, clip_grad=clip_grad)
+        optimizer,
+        partial(
+            wrap,
+            accumulative_counts=train.accumulative_counts,
+            clip_grad=train.clip_grad,
+        ),
     )
 
 

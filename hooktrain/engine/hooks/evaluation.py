@@ -168,8 +168,7 @@ class EvalHook(HookBase):
         self.trainer.after_evaluation(results)
 
     def _evaluate(self) -> Numbers:
-        model = getattr(self.trainer, "model", None)
-        with inference_context(as_module(model)):
+        with inference_context(as_module(getattr(self.trainer, "model", None))):
             results = self._func()
         if results is None:
             log_once(
