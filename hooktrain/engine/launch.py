@@ -187,12 +187,7 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
     def run() -> Any:
         try:
             environment.join_processes(*how)
-            try:
-                return main_func(*args)
-            finally:
-                # After an error other ranks may wait for this one, and leaving would wait for them.
-                if not isinstance(sys.exc_info()[1], Exception):
-                    environment.leave_processes()
+            return main_func(*args)
         except Exception as error:
             if dist.is_torchelastic_launched():
                 # torchrun ends all ranks when one has failed. It would itself fail if this
@@ -204,6 +199,10 @@ def _run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], *how: Any) -
             if first == report:
                 raise
             raise RuntimeError(first) from error
+        finally:
+            # After an error other ranks may wait for this one, and leaving would wait for them.
+            if not isinstance(sys.exc_info()[1], Exception):
+                environment.leave_processes()
 
     return run()
 
