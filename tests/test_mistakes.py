@@ -429,7 +429,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: PeriodicWriter(CommonMetricPrinter()), TypeError, "a list"),  # type: ignore[arg-type]
     (lambda: PeriodicWriter("log.txt"), TypeError, r"\['log.txt'\]"),  # type: ignore[arg-type]
     (lambda: PeriodicWriter([JSONWriter]), TypeError, "JSONWriter"),  # type: ignore[list-item]
-    (train_again, RuntimeError, "already running"),
+    (train_again, RuntimeError, r"train\(\) cannot be called during a run"),
     (lambda: train(OfLightning()), WARNING, "OfLightning.on_train_batch_end"),
     (
         lambda: train(by=OfLightningToo),

@@ -136,16 +136,14 @@ class TrainerBase:
     @max_iter.setter
     def max_iter(self, max_iter: int) -> None:
         self._refuse_in_run(
-            "max_iter",
+            "max_iter cannot be set",
             "call request_stop() to end it early, or train(max_iter=...) later to continue",
         )
         self._max_iter = max_iter
 
-    def _refuse_in_run(self, name: str, instead: str) -> None:
+    def _refuse_in_run(self, problem: str, instead: str) -> None:
         if self._run.begun is not None:
-            raise RuntimeError(
-                f"{name} cannot be set during a run, which already uses it: {instead}"
-            )
+            raise RuntimeError(f"{problem} during a run: {instead}")
 
     @property
     def batches_per_step(self) -> int:
@@ -161,7 +159,8 @@ class TrainerBase:
     @epoch_length.setter
     def epoch_length(self, epoch_length: int | None) -> None:
         self._refuse_in_run(
-            "epoch_length", "set it before, or assign another trainer.data_loader"
+            "epoch_length cannot be set",
+            "set it before, or assign another trainer.data_loader",
         )
         self._epoch_length = epoch_length
 
@@ -192,10 +191,9 @@ class TrainerBase:
             RuntimeError: if called from a hook or an evaluation, or while another thread trains;
                 or without ``start_iter``, if the last run broke off inside an iteration.
         """
-        if self._run.begun is not None:
-            raise RuntimeError(
-                "train() is already running: hooks and evaluations cannot call it"
-            )
+        self._refuse_in_run(
+            "train() cannot be called", "hooks and evaluations are a part of it"
+        )
         if start_iter is None:
             start_iter = self.done
             if self._broke_off:
@@ -434,7 +432,7 @@ class TrainerBase:
             RuntimeError: during a run.
         """
         self._refuse_in_run(
-            "the state of the trainer",
+            "the state of the trainer cannot be set",
             "load it before train(), or only the weights by load_checkpoint()",
         )
         hooks = named_hooks(self._hooks)

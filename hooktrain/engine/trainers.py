@@ -115,7 +115,8 @@ class ModelTrainer(TrainerBase):
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._refuse_in_run(
-            "the optimizer", "the schedules do too, so replace it between two runs"
+            "the optimizer cannot be set",
+            "the schedules use it, so replace it between two runs",
         )
         self.optim_wrapper.optimizer = optimizer
 
