@@ -301,13 +301,13 @@ def log_metrics_that_differ(storage: EventStorage) -> None:
         )
 
 
-def names_that_differ(own: State, of_ranks: Iterable[State]) -> list[str]:
-    """The names of values that differ on another rank, if it has a value of that name."""
+def names_that_differ(own: State, others: Iterable[State]) -> list[str]:
+    """The names of values that differ from another state's, if it has that name."""
     # By their texts, since NaN does not equal itself.
     return [
         name
         for name, value in own.items()
-        if any(repr(other.get(name, value)) != repr(value) for other in of_ranks)
+        if any(repr(other.get(name, value)) != repr(value) for other in others)
     ]
 
 
@@ -321,7 +321,7 @@ def without_masks(model: nn.Module, broken: set[str]) -> set[str]:
     return {name for name in broken if not f".{name}".endswith(masks)}
 
 
-def unsaved_attributes(model: nn.Module) -> dict[str, tuple[int, int]]:
+def unsaved_attributes(model: nn.Module) -> State:
     """The numbers and tensors among a model's attributes, which a state_dict() lacks.
 
     Returns:
@@ -336,12 +336,9 @@ def unsaved_attributes(model: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def log_unsaved_attributes(
-    model: nn.Module, before: Mapping[str, tuple[int, int]]
-) -> None:
+def log_unsaved_attributes(model: nn.Module, before: State) -> None:
     """Log which of the :func:`unsaved_attributes` have changed since ``before``."""
-    now = unsaved_attributes(model)
-    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    changed = names_that_differ(unsaved_attributes(model), [before])
     if changed:
         logger.info(
             "These attributes change in the run, and a checkpoint has them only if they are "

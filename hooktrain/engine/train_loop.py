@@ -66,7 +66,7 @@ class Run:
         self.late_error: BaseException | None = None
         self.trainable: dict[int, nn.Parameter] | None = None
         self.versions: dict[str, Version] = {}
-        self.attributes: dict[str, tuple[int, int]] = {}
+        self.attributes: State = {}
         self.non_finite: set[str] | None = None
         self.confirmed = -1
 
