@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # In the folder of the checkpoints. `hooktrain eval --follow` writes it when its patience runs out.
 STOP_FILE = "stop"
 
-_ONE_SIGNAL_SECONDS = 1.0  # in which all signals count as one
+_ONE_SIGNAL_SECONDS = 1.0  # in which a repeated signal counts as the same one
 _ASK_SECONDS = 10.0  # torchrun kills 30 seconds after its signal
 # A user who sees no answer in a long iteration would send a second signal.
 _HEARD = b"\nThe run will save after the iteration, and end. A second signal ends it at once\n"
@@ -55,9 +55,9 @@ class Preemption(HookBase):
     If the main process's handler exits, as for SIGUSR2 when the job is requeued, all ranks end with
     its exit code. Otherwise the run continues, as after SIGTERM, which submitit ignores.
 
-    A second signal ends the process at once, through the previously installed handlers. Signals
-    within a second count as one, since schedulers signal all processes and launchers then forward
-    the signal to them again.
+    A second signal ends the process at once, through the previously installed handlers. During the
+    first second the same signal counts only once, since schedulers signal all processes and
+    launchers then forward the signal to them again.
 
     Evaluations and saves are not interrupted, so leave time for the longest one: torchrun kills its
     processes ``--shutdown-timeout`` seconds after the signal, 30 by default. During the last
@@ -192,11 +192,12 @@ class Preemption(HookBase):
             return
         if not received:
             self._received_at = now
-            agreement.own_signal = number
+            agreement.own_signal = received = number
             if comm.is_main_process():
                 with suppress(OSError):  # if stderr is closed
                     os.write(2, _HEARD)
         is_child = os.getpid() != self._process  # after a fork
-        if is_child or now - self._received_at > _ONE_SIGNAL_SECONDS:
+        is_another = number != received
+        if is_child or is_another or now - self._received_at > _ONE_SIGNAL_SECONDS:
             self.after_train()
             signal.raise_signal(number)
