@@ -76,11 +76,9 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             return
         module, self.module = self.module, nn.Module()
         self.module.forward = partial(_add_zeros, self.exchanged)
-        self.broadcast_buffers = False
         self(torch.zeros(())).backward()
         self.module = module
-        for parameter in self.exchanged:
-            parameter.grad = None
+        module.zero_grad()
 
 
 def _add_zeros(parameters: list[nn.Parameter], total: Tensor) -> Tensor:
