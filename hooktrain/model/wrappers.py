@@ -76,9 +76,11 @@ class NamingDistributedDataParallel(DistributedDataParallel):
             return
         module, self.module = self.module, nn.Module()
         self.module.forward = partial(_add_zeros, self.exchanged)
+        self.broadcast_buffers = False
         self(torch.zeros(())).backward()
         self.module = module
-        module.zero_grad()
+        for parameter in self.exchanged:
+            parameter.grad = None
 
 
 def _add_zeros(parameters: list[nn.Parameter], total: Tensor) -> Tensor:
