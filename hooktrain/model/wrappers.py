@@ -79,8 +79,7 @@ class NamingDistributedDataParallel(DistributedDataParallel):
         self.broadcast_buffers = False
         self(torch.zeros(())).backward()
         self.module = module
-        for parameter in self.exchanged:
-            parameter.grad = None
+        module.zero_grad()
 
 
 def _add_zeros(parameters: list[nn.Parameter], total: Tensor) -> Tensor:
