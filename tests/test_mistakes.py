@@ -424,7 +424,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception] | None, str]] = [
     (lambda: SimpleTrainer(Net, DATA, sgd(Net())), TypeError, "nn.Module"),  # type: ignore[arg-type]
     (lambda: train(optimizer=lambda _: "sgd"), TypeError, "torch optimizer.*'sgd'"),
     (eval_mode, RuntimeError, r"call model.train\(\)"),
-    (lambda: train().register_hooks([], before="Eval"), ValueError, "no hook 'Eval'"),
+    (
+        lambda: train().register_hooks([], before="Eval"),  # type: ignore[arg-type]
+        ValueError,
+        "'Eval' is neither a registered hook nor its class",
+    ),
     (lambda: small().register_hooks(HookBase()), TypeError, "a list"),  # type: ignore[arg-type]
     (lambda: PeriodicWriter(CommonMetricPrinter()), TypeError, "a list"),  # type: ignore[arg-type]
     (lambda: PeriodicWriter("log.txt"), TypeError, r"\['log.txt'\]"),  # type: ignore[arg-type]

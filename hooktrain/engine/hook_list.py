@@ -7,8 +7,8 @@ from typing import TypeAlias
 from hooktrain.engine.hook_base import EVENTS, PHASES, HookBase
 from hooktrain.utils.names import State, did_you_mean, states_of
 
-# Refers to a registered hook: the object, its class, or its key.
-HookReference: TypeAlias = HookBase | type[HookBase] | str | None
+# Refers to a registered hook: the object or its class.
+HookReference: TypeAlias = HookBase | type[HookBase] | None
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +55,16 @@ def place_beside(
         ValueError: if no such hook is registered.
     """
     wanted = after if before is None else before
-    named = named_hooks(hooks)
     found = [
         index
-        for index, (key, hook) in enumerate(named.items())
-        if wanted in (key, hook, *type(hook).__mro__)
+        for index, hook in enumerate(hooks)
+        if wanted in (hook, *type(hook).__mro__)
     ]
     if not found:
-        raise ValueError(f"no hook {wanted!r} is registered, only {[*named]}")
+        raise ValueError(
+            f"{wanted!r} is neither a registered hook nor its class: registered are "
+            f"{[*named_hooks(hooks)]}"
+        )
     index = found[-1] if before is None else found[0]
     return index + (before is None), hooks[index].phase
 

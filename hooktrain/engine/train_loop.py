@@ -490,8 +490,8 @@ class TrainerBase:
 
         Args:
             hooks: the hooks; None entries are skipped.
-            before: a registered hook, its class or its key. The new hooks run right before it,
-                in the order of the list, and take its phase.
+            before: a registered hook or its class. The new hooks run right before it, in the
+                order of the list, and take its phase.
             after: the same, but they run right after it.
 
         Raises:

@@ -174,8 +174,9 @@ class Ordered(HookBase):
 
 def test_a_hook_comes_behind_all_that_do_not_come_after_it() -> None:
     trainer = linear_trainer()
-    trainer.register_hooks([Ordered("ten", 10), Ordered("fifty", 50)])
-    trainer.register_hooks([Ordered("placed", 50)], before="ten")
+    ten = Ordered("ten", 10)
+    trainer.register_hooks([ten, Ordered("fifty", 50)])
+    trainer.register_hooks([Ordered("placed", 50)], before=ten)
     trainer.register_hooks([Ordered("twenty", 20)])
     keys = [hook.key for hook in trainer.hooks]
     assert keys == ["placed", "ten", "twenty", "fifty"]

@@ -197,15 +197,15 @@ class Counter(HookBase):
         self.count = state_dict["count"]
 
 
-def test_hooks_are_placed_before_or_after_others_by_class_key_or_object() -> None:
+def test_hooks_are_placed_before_or_after_others_by_class_or_object() -> None:
     trainer = Trainer()
-    third, last = Counter(key="third"), Recorder([])
+    third, last, fourth = Counter(key="third"), Recorder([]), Counter(key="fourth")
     trainer.register_hooks([third, last])
-    trainer.register_hooks([Counter(key="first")], before="third")
+    trainer.register_hooks([Counter(key="first")], before=third)
     trainer.register_hooks([Counter(key="second")], before=third)
-    trainer.register_hooks([Counter(key="fourth")], after=third)
+    trainer.register_hooks([fourth], after=third)
     trainer.register_hooks([Counter(key="sixth")], before=Recorder)
-    trainer.register_hooks([Counter(key="fifth")], after="fourth")
+    trainer.register_hooks([Counter(key="fifth")], after=fourth)
     trainer.register_hooks([Counter(key="zeroth")], before=Counter)
     trainer.register_hooks([Counter(key="seventh")], after=Counter)
     trainer.register_hooks([Counter(key="end")], after=HookBase)
@@ -466,10 +466,11 @@ def test_hooks_run_in_the_order_of_their_phases_then_of_their_registration() -> 
 def test_a_hook_that_is_placed_takes_over_the_phase_of_its_neighbour() -> None:
     log: list[str] = []
     trainer = Trainer()
-    trainer.register_hooks([Phased(log, "saves", "save")])
-    trainer.register_hooks([Phased(log, "behind")], after="saves")
-    trainer.register_hooks([Phased(log, "writes", "write"), Phased(log, "runs")])
-    trainer.register_hooks([Phased(log, "in front", "end")], before="writes")
+    saves, writes = Phased(log, "saves", "save"), Phased(log, "writes", "write")
+    trainer.register_hooks([saves])
+    trainer.register_hooks([Phased(log, "behind")], after=saves)
+    trainer.register_hooks([writes, Phased(log, "runs")])
+    trainer.register_hooks([Phased(log, "in front", "end")], before=writes)
     trainer.train(0, 1)
     assert log == ["runs", "in front", "writes", "saves", "behind"]
     assert {hook.key: hook.phase for hook in trainer.hooks} == {
