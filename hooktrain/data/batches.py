@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
 from hooktrain.data.loader import TrainLoader
 from hooktrain.data.samplers import (
@@ -197,7 +197,8 @@ def warn_about_equal_samples(loader: Any) -> None:
         sampler = getattr(owner, "sampler", None)
         if is_undivided(sampler) and comm.data_parallel_size() > 1:
             logger.warning(EQUAL_RANKS, type(sampler).__name__)
-        if isinstance(sampler, SequentialSampler | InferenceSampler):
+        is_ordered = isinstance(sampler, SequentialSampler | InferenceSampler)
+        if is_ordered or not getattr(sampler, "shuffle", True):
             logger.info(UNSHUFFLED)
     if options.get("num_workers", 0) < 2 or options.get("worker_init_fn"):
         return
@@ -239,7 +240,11 @@ def _refuse_loaders(loader: Any) -> None:
 def warn_about_equal_batches(batches: Batches) -> None:
     """Warn if ranks or workers read the same first batch, or different streams. A collective."""
     loader = batches.loader
-    stream = loader.state_dict() if isinstance(loader, TrainLoader) else None
+    stream: State = {}
+    if isinstance(loader, TrainLoader):
+        # Of a Subset, whose indices a random split may have drawn on each rank.
+        indices = loader.dataset.indices if isinstance(loader.dataset, Subset) else ()
+        stream = {**loader.state_dict(), "indices": hash(tuple(map(int, indices)))}
     for other in comm.all_gather(stream):
         if other != stream:
             logger.warning(OTHER_STREAMS, stream, other)

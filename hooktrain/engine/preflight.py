@@ -88,14 +88,6 @@ def log_modes(model: nn.Module) -> None:
         logger.info(
             "A frozen BatchNorm still updates its statistics: its eval() stops that"
         )
-    apart = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
-    is_shared = getattr(model, "broadcast_buffers", False)
-    if apart and comm.data_parallel_size() > 1 and not is_shared:
-        logger.info(
-            "Each rank has BatchNorm statistics of its own: it evaluates with these, and "
-            "checkpoints have the main process's. hooks.PreciseBN before an evaluation, "
-            "create_ddp_model(model, broadcast_buffers=True) and nn.SyncBatchNorm share them"
-        )
 
 
 def log_iteration_size(trainer: Any) -> None:
@@ -198,10 +190,21 @@ def warn_about_missing_calls(trainer: Any) -> None:
         )
 
 
+def log_zero_gradients(model: nn.Module) -> None:
+    """Log that all gradients are 0, if there are any."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # Host-device synchronisation, once a run.
+    if gradients and not any(grad.any() for grad in gradients):
+        logger.info(
+            "All gradients of this iteration are 0. Is a factor of the loss 0, or do they "
+            "underflow in float16? AmpOptimWrapper(optimizer, 'float16') scales the loss"
+        )
+
+
 def warn_about_untrained_modules(trainer: Any) -> None:
     """Warn about modules beside the model, such as a criterion, that no optimizer trains.
 
-    A teacher, which gets no gradients, is told if it drops out or updates its statistics.
+    Those in training mode without gradients, such as a teacher, are logged.
     """
     for name, part in _modules_beside(trainer).items():
         if _adds_up(part, trainer):
@@ -210,13 +213,11 @@ def warn_about_untrained_modules(trainer: Any) -> None:
                 "requires_grad_(False)",
                 name,
             )
-        drops_out = any(
-            isinstance(m, nn.Dropout) and m.training for m in part.modules()
-        )
-        is_trained = any(p.grad is not None for p in part.parameters())
-        if not is_trained and (drops_out or get_bn_modules(part)):
+        has_gradients = [p.grad is not None for p in part.parameters()]
+        if part.training and has_gradients and not any(has_gradients):
             logger.info(
-                "%s is in training mode, but has no gradients: a teacher needs eval()",
+                "%s is in training mode, but has no gradients: a teacher with dropout or batch "
+                "norm needs eval()",
                 name,
             )
 
@@ -361,7 +362,8 @@ def log_parts(model: nn.Module) -> None:
         size = sum(p.numel() for p in known)
         trained = sum(p.numel() for p in known if p.requires_grad)
         mode = "train" if part.training else "eval"
-        rows.append((name, type(part).__name__, size, trained, mode))
+        kind = type(unwrap_model(part)).__name__
+        rows.append((name, kind, size, trained, mode))
     logger.info(
         "The model, on %d x %s:\n%s",
         comm.get_world_size(),

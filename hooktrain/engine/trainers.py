@@ -24,6 +24,7 @@ from hooktrain.engine.preflight import (
     log_metrics_that_differ,
     log_modes,
     log_unsaved_attributes,
+    log_zero_gradients,
     set_modes,
     trainable,
     unsaved_attributes,
@@ -171,6 +172,8 @@ class ModelTrainer(TrainerBase):
         if run.versions:
             if type(self).run_step.__module__ != __name__:
                 warn_about_missing_calls(self)
+            elif run.trainable is not None:
+                log_zero_gradients(self.model)
             warn_about_untrained_modules(self)
             warn_about_idle_optimizers(self.model, self.optim_wrapper, run.versions)
             warn_about_rank_differences(self.model, run.trainable is None)

@@ -335,6 +335,8 @@ class OwnOrder(Sampler[int]):
         (build_test_loader(range(4)), True),
         (DataLoader(range(4), shuffle=True), False),
         (DataLoader(range(4), sampler=OwnOrder()), False),
+        (DataLoader(range(4), sampler=DistributedSampler(range(4), 1, 0)), False),
+        (DataLoader(range(4), sampler=DistributedSampler(range(4), 1, 0, False)), True),
         (DataLoader(Numbers()), False),
         (build_train_loader(range(4), total_batch_size=2, shuffle=False), False),
         ([torch.ones(1)], False),

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from gloo import run_ranks, torchrun
 from hooktrain.checkpoint import Checkpointer
@@ -26,6 +25,7 @@ from hooktrain.engine.preflight import (
     check_parts,
     log_modes,
     log_parts,
+    log_zero_gradients,
     warn_about_events,
     warn_about_rank_differences,
     without_masks,
@@ -235,13 +235,18 @@ def test_ranks_that_read_one_stream_are_told_so_once() -> None:
         assert "comm.data_parallel_rank()" in text
 
 
-def warnings_of_streams(sizes: list[int], seeds: list[int]) -> list[str]:
+def warnings_of_streams(
+    sizes: list[int], seeds: list[int], shift: int = 0
+) -> list[str]:
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hooktrain").addHandler(handler)
     model = create_ddp_model(LinearLoss())
-    data = batches(1, sizes[comm.get_rank()])[0]
+    size = sizes[comm.get_rank()]
+    data: Any = batches(1, 2 * size)[0]
+    first = shift * comm.get_rank()
+    data = Subset(data, range(first, first + size))
     seed = seeds[comm.get_rank()]
     loader = build_train_loader(data, total_batch_size=4, seed=seed)
     trainer = SimpleTrainer(model, loader, sgd(model))
@@ -260,6 +265,12 @@ def test_ranks_that_divide_different_streams_are_told_so_once(
     for texts in run_ranks(warnings_of_streams, 2, sizes, seeds):
         assert len(texts) == told
         assert all("different streams" in text for text in texts)
+
+
+def test_ranks_that_divide_different_subsets_are_told_so_once() -> None:
+    for texts in run_ranks(warnings_of_streams, 2, [12, 12], [7, 7], 1):
+        assert len(texts) == 1
+        assert "different streams" in texts[0]
 
 
 class ByItself(SimpleTrainer):
@@ -302,6 +313,64 @@ def test_a_step_that_leaves_out_what_the_wrapper_does_is_told_once(
     trainer.train(max_iter=4)
     told = sum("the OptimWrapper around it" in text for text in caplog.messages)
     assert told == (does_more and kind is ByItself)
+
+
+class Multiplied(SimpleTrainer):
+    """Its loss is multiplied by a number."""
+
+    factor = 1.0
+
+    def compute_loss(self, data: Any) -> Any:
+        return self.model(data) * self.factor
+
+
+class FreesInPlace(Multiplied):
+    def run_step(self) -> None:
+        super().run_step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "is_told"),
+    [
+        (Multiplied, 0.0, True),
+        (Multiplied, 1.0, False),
+        (Multiplied, 1e-30, False),
+        (FreesInPlace, 1.0, False),
+    ],
+)
+def test_gradients_that_are_all_0_are_told_once(
+    kind: type[Multiplied],
+    factor: float,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    model.unused = nn.Linear(1, 1)
+    trainer = kind(model, batches(2), sgd(model))
+    trainer.factor = factor
+    trainer.sync_period = 2
+    trainer.train(max_iter=6)
+    told = [text for text in caplog.messages if "All gradients" in text]
+    assert len(told) == is_told
+    assert all("AmpOptimWrapper" in text for text in told)
+
+
+def test_sparse_gradients_and_a_model_without_any_are_no_gradients_of_0(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    rows = nn.Embedding(3, 4, sparse=True)
+    rows(torch.tensor([0])).sum().backward()
+    log_zero_gradients(rows)
+    log_zero_gradients(LinearLoss())
+    assert caplog.messages == []
+    (rows(torch.tensor([0])).sum() * 0).backward()
+    assert rows.weight.grad is not None
+    rows.weight.grad *= 0
+    log_zero_gradients(rows)
+    assert "All gradients" in caplog.text
 
 
 class Base:
@@ -711,45 +780,6 @@ def test_frozen_batch_norm_in_training_mode_is_told_since_its_statistics_move(
     assert caplog.messages[1:] == ["Layers that stay in evaluation mode: ['0']"]
 
 
-def lines_about_batch_norm() -> list[int]:
-    """How many lines the log has about the statistics of models with some norms."""
-    told: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hooktrain")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    counts = []
-    for norm, shared in (
-        (nn.BatchNorm1d(4), False),
-        (nn.BatchNorm1d(4), True),
-        (nn.SyncBatchNorm(4), False),
-        (nn.BatchNorm1d(4).eval(), False),
-        (nn.BatchNorm1d(4, track_running_stats=False), False),
-        (nn.LayerNorm(4), False),
-    ):
-        told.clear()
-        model: nn.Module = nn.Sequential(norm, nn.Linear(4, 1))
-        if not isinstance(norm, nn.SyncBatchNorm):  # which needs an accelerator
-            model = DistributedDataParallel(model, broadcast_buffers=shared)
-        log_modes(model)
-        counts.append(sum("hooks.PreciseBN" in text for text in told))
-    return counts
-
-
-def test_batch_norm_whose_statistics_the_ranks_do_not_share_is_told() -> None:
-    for counts in run_ranks(lines_about_batch_norm, 2):
-        assert counts == [1, 0, 0, 0, 0, 0]
-
-
-def test_batch_norm_of_a_single_process_is_not_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    log_modes(nn.BatchNorm1d(2))
-    assert caplog.messages == []
-
-
 def test_a_buffer_with_infinities_above_0_is_no_mask() -> None:
     model = nn.Module()
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
@@ -884,7 +914,7 @@ class Distilled(SimpleTrainer):
     def compute_loss(self, data: Any) -> Any:
         with torch.no_grad():
             target = TEACHER(data).mean() + self.teacher(data).mean()
-        return self.model(data) + target.square()
+        return self.model(data) + self.criterion(target, target)
 
 
 def test_a_criterion_beside_the_trainer_that_no_optimizer_has_is_named(
@@ -895,26 +925,19 @@ def test_a_criterion_beside_the_trainer_that_no_optimizer_has_is_named(
     assert "CRITERION gets gradients that no optimizer uses" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("layer", "is_told"),
-    [
-        (nn.BatchNorm1d(4), True),
-        (nn.Dropout(0.1), True),
-        (nn.BatchNorm1d(4).eval(), False),
-        (nn.LayerNorm(4), False),
-    ],
-)
+@pytest.mark.parametrize("training", [True, False])
 def test_a_teacher_in_training_mode_is_told_once(
-    layer: nn.Module, is_told: bool, caplog: pytest.LogCaptureFixture
+    training: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     model = LinearLoss()
     TEACHER.eval()
     trainer = Distilled(model, batches(2), sgd(model), 2)
-    trainer.teacher = nn.Sequential(layer, nn.Linear(4, 1))
+    trainer.teacher = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).train(training)
+    trainer.criterion = nn.MSELoss()  # has no parameters
     trainer.train(max_iter=4)
     told = [text for text in caplog.messages if "is in training mode" in text]
-    assert [text.split()[0] for text in told] == (["teacher"] if is_told else [])
+    assert [text.split()[0] for text in told] == (["teacher"] if training else [])
 
 
 def test_a_module_beside_the_model_that_is_trained_is_no_teacher(

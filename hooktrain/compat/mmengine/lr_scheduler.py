@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from hooktrain.compat.mmengine.hook import PRIORITIES
 from hooktrain.compat.mmengine.param_scheduler import adapted
 from hooktrain.engine import hooks
-from hooktrain.engine.hooks.evaluation import log_missing_eval_hook
+from hooktrain.engine.hooks.evaluation import log_missing_evaluations
 
 
 class LRScheduler(hooks.LRScheduler):
@@ -41,7 +41,7 @@ class LRScheduler(hooks.LRScheduler):
         self.drive(scheduler, optimizer, scheduler.param_name)
         if getattr(scheduler, "need_val_args", False):  # it reduces on a plateau
             metric = scheduler.monitor
-            log_missing_eval_hook(self, metric)
+            log_missing_evaluations(self, metric)
             self._watched.append(
                 (metric, lambda value: scheduler.step({metric: value}))
             )

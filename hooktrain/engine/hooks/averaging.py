@@ -81,7 +81,7 @@ class EMA(HookBase):
         if weight * updates < 0.7:
             logger.warning(
                 "The run ends before the average has forgotten the initial weights: lower the "
-                "decay or begin_iter=%d, or pass warmup=True",
+                "decay or begin_iter (%d), or pass warmup=True",
                 self.begin_iter,
             )
         logger.info(

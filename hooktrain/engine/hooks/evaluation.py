@@ -210,14 +210,28 @@ def is_better(
     return gain > min_delta
 
 
-def log_missing_eval_hook(hook: HookBase, metric: str) -> None:
-    """If there is no ``EvalHook``, log that one of the user's hooks must return the metric."""
-    if not any(isinstance(each, EvalHook) for each in hook.trainer.hooks):
+def log_missing_evaluations(hook: HookBase, metric: str, patience: float = -1) -> None:
+    """Log that a hook waits for results that are missing, or fewer than its patience.
+
+    Args:
+        hook: the hook.
+        metric: the metric it waits for. Without an ``EvalHook`` a hook of the user must return it.
+        patience: the number of results without improvement after which the hook acts.
+    """
+    evaluations = [each for each in hook.trainer.hooks if isinstance(each, EvalHook)]
+    kind = type(hook).__name__
+    if not evaluations:
         logger.info(
             "%s waits for trainer.after_evaluation({%r: ...}), which your own hook must call: "
             "there is no EvalHook",
-            type(hook).__name__,
+            kind,
             metric,
+        )
+    elif all(each.times_before_end() <= patience for each in evaluations):
+        logger.info(
+            "The run has too few evaluations for %s, with its patience of %d, to act",
+            kind,
+            patience,
         )
 
 
@@ -320,7 +334,7 @@ class BestCheckpointer(HookBase):
 
         The best model of an earlier run, a file or a folder, is renamed.
         """
-        log_missing_eval_hook(self, self._val_metric)
+        log_missing_evaluations(self, self._val_metric)
         self.ema = find_average(self._val_metric, self.trainer.hooks)
         if self._checkpointer.save_to_disk and self.trainer.start_iter == 0:
             earlier = [self._file_prefix, f"{self._file_prefix}.pth"]
@@ -470,14 +484,8 @@ class EarlyStopping(HookBase):
 
     def before_train(self) -> None:
         """Stop a resumed run that was stopped before, unless ``patience`` was raised."""
-        log_missing_eval_hook(self, self._metric)
+        log_missing_evaluations(self, self._metric, self._patience)
         self._stop_if_exhausted()
-        hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
-        if hooks and all(hook.times_before_end() <= self._patience for hook in hooks):
-            logger.info(
-                "The run has too few evaluations for EarlyStopping(patience=%d) to end it",
-                self._patience,
-            )
 
     def after_evaluation(self, results: Numbers) -> None:
         """Compare the result with the best so far."""

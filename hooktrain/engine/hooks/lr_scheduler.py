@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from inspect import signature
 from statistics import mode
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from hooktrain.engine.hook_base import HookBase
 from hooktrain.engine.hooks.evaluation import (
     check_mode,
     find_result,
-    log_missing_eval_hook,
+    log_missing_evaluations,
 )
 from hooktrain.solver import LRMultiplier, ParamScheduler
 from hooktrain.solver.checks import rates_of, scheduled
@@ -112,6 +113,7 @@ class LRScheduler(HookBase):
         if self._loaded:
             for name, states in _saved_schedulers(self._loaded).items():
                 for schedule, state in zip(self._schedulers[name], states, strict=True):
+                    _warn_about_changed_settings(schedule, state)
                     schedule.load_state_dict(state)
             self._loaded = {}
         self._expected = self._rates() if self._driven else []
@@ -160,7 +162,7 @@ class LRScheduler(HookBase):
                     "hooks.LRScheduler(scheduler=..., metric='val_loss')"
                 )
             check_mode(scheduler.mode, self._metric)
-            log_missing_eval_hook(self, self._metric)
+            log_missing_evaluations(self, self._metric, scheduler.patience)
             self._watched.append((self._metric, scheduler.step))
         elif isinstance(scheduler, TorchScheduler):
             period = self.step_every(scheduler, self._by_epoch)
@@ -224,6 +226,8 @@ class LRScheduler(HookBase):
                 raise ValueError(
                     f"LambdaLR ends at {factor} times the rate; by_epoch=True counts epochs"
                 )
+            if factor > 1.001 * earlier:
+                logger.info("It rises until then: is its warm-up longer than the run?")
             if last and max(earlier, factor) < 1e-6:
                 logger.warning(
                     "The rate is 0 in the last third of the run: by_epoch=True counts epochs, and "
@@ -380,13 +384,27 @@ def _log_rates(schedule: ParamScheduler, optimizer: Optimizer) -> None:
         rate * highest,
     )
     if multipliers[-1] > 1.001 * multipliers[-2]:
-        logger.warning("lr rises until the end: are the ends swapped? %r", schedule)
+        logger.info("lr rises until the end: are the ends swapped? %r", schedule)
     if rate < 1 and not 0.5 <= highest < 1.01:
         logger.warning(
             "lr will be %g x %g = %g: a schedule must return multipliers, such as 1 to 0",
             rate,
             highest,
             rate * highest,
+        )
+
+
+def _warn_about_changed_settings(schedule: Any, state: State) -> None:
+    """Warn about settings of a schedule that its saved state replaces."""
+    known = signature(type(schedule)).parameters.keys() - {"last_epoch"}
+    changes = [
+        f"{name} is {saved}, not {getattr(schedule, name)}"
+        for name, saved in state.items()
+        if name in known and saved != getattr(schedule, name, saved)
+    ]
+    if changes:
+        logger.warning(
+            "%s uses the checkpoint's settings: %s", type(schedule).__name__, changes
         )
 
 

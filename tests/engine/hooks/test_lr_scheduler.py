@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import (
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
     StepLR,
@@ -20,7 +21,12 @@ from torch.optim.lr_scheduler import (
 
 from hooktrain.checkpoint import Checkpointer
 from hooktrain.engine import SimpleTrainer, StepTrainer, default_hooks
-from hooktrain.engine.hooks import CallbackHook, LRScheduler, PeriodicCheckpointer
+from hooktrain.engine.hooks import (
+    CallbackHook,
+    EvalHook,
+    LRScheduler,
+    PeriodicCheckpointer,
+)
 from hooktrain.solver import (
     ConstantParamScheduler,
     CosineParamScheduler,
@@ -240,6 +246,73 @@ def test_a_lambda_schedule_whose_warm_up_is_all_of_a_short_run_is_not_told(
     for max_iter in (1, 2):
         trainer.train(0, max_iter)
     assert "last third" not in caplog.text
+
+
+@pytest.mark.parametrize(("max_iter", "is_told"), [(4, True), (12, False)])
+def test_a_lambda_schedule_that_rises_until_the_end_is_told(
+    max_iter: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer()
+    schedule = LambdaLR(trainer.optimizer, lambda n: min(1.0, n / 6))
+    trainer.register_hooks([LRScheduler(scheduler=schedule)])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, max_iter)
+    assert ("is its warm-up longer than the run" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("period", [0, 1])
+def test_a_plateau_with_too_few_evaluations_is_told(
+    period: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = linear_trainer(EvalHook(period, lambda: {"val": 1.0}))
+    plateau = ReduceLROnPlateau(trainer.optimizer, patience=2)
+    trainer.register_hooks([LRScheduler(scheduler=plateau, metric="val")])
+    with caplog.at_level(logging.INFO, "hooktrain"):
+        trainer.train(0, 4)
+    told = "too few evaluations for LRScheduler, with its patience of 2, to act"
+    assert (told in caplog.text) == (period == 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "other", "changes"),
+    [
+        (
+            lambda o: StepLR(o, 2, gamma=0.5),
+            lambda o: StepLR(o, 3, gamma=0.5),
+            ["step_size is 2, not 3"],
+        ),
+        (
+            lambda o: CosineAnnealingLR(o, 4),
+            lambda o: CosineAnnealingLR(o, 8, eta_min=0.01),
+            ["T_max is 4, not 8", "eta_min is 0.0, not 0.01"],
+        ),
+        (lambda o: MultiStepLR(o, [1, 3]), lambda o: MultiStepLR(o, [1, 3]), None),
+        (
+            lambda o: LambdaLR(o, lambda n: 1.0),
+            lambda o: LambdaLR(o, lambda n: 0.5),
+            None,
+        ),
+        (ReduceLROnPlateau, ReduceLROnPlateau, None),
+    ],
+)
+def test_settings_of_a_schedule_that_the_checkpoint_replaces_are_told(
+    make: Any, other: Any, changes: list[str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trainer_of(kind: Any) -> Any:
+        trainer = linear_trainer(lr=1.0)
+        schedule = kind(trainer.optimizer)
+        trainer.register_hooks([LRScheduler(scheduler=schedule, metric="val")])
+        return trainer
+
+    first, second = trainer_of(make), trainer_of(other)
+    first.train(0, 2)
+    second.load_state_dict(first.state_dict())
+    second.train(max_iter=3)
+    told = [
+        text for text in caplog.messages if "uses the checkpoint's settings" in text
+    ]
+    assert len(told) == (changes is not None)
+    assert all(change in told[0] for change in changes or [])
 
 
 def test_the_log_says_between_which_rates_each_run_is(
