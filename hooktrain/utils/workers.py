@@ -21,8 +21,9 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
     If a signal killed a worker, the run would end with an error before it could save a checkpoint.
     So the workers of a torch ``DataLoader`` block the signals of ``ENDING``, and only this
-    process handles them. The workers end with this process, even if they hang. With the start
-    method "forkserver" they do not survive SIGTERM, which ends their server.
+    process handles them. The workers end with this process; on Linux even those that hang, if the
+    main thread has started them. With the start method "forkserver" they do not survive SIGTERM,
+    which ends their server.
 
     Args:
         loader: the loader of the batches. Signals are blocked only for a ``DataLoader``, and only
@@ -96,17 +97,15 @@ def _init_worker(
     # To the kernel, the parent is a thread, and only the main thread surely lives to the end.
     if of_main_thread:
         _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_when_asked, daemon=True).start()
     if given is not None:
         given(worker_id)
 
 
-def _end_with_parent() -> None:
+def _end_when_asked() -> None:
+    """End the worker when its parent sends SIGTERM, which torch does if a worker hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    while parent.is_alive():
-        # torch ends a hanging worker by SIGTERM, which the worker blocks.
-        got = signal.sigtimedwait(ENDING, 1.0)
-        if got is not None and got.si_pid == parent.pid:
-            break
+    while signal.sigwaitinfo(ENDING).si_pid != parent.pid:
+        pass
     os._exit(0)
