@@ -130,7 +130,7 @@ class Checkpointer:
     @staticmethod
     def check_name(name: str) -> None:
         """Raise a ValueError if this is not a possible name of a checkpoint."""
-        if not re.fullmatch(r"[^./][^/]*", name) or name.endswith(".pth"):
+        if not re.fullmatch(r"[^./][^/]*(?<!\.pth)", name):
             raise ValueError(
                 f"name must be a visible file name without folder or .pth, got {name!r}"
             )
@@ -311,7 +311,7 @@ class Checkpointer:
             Exception: the error of the save in the background, or of the store.
         """
         self.wait()
-        if self.save_to_disk and self.save_dir and comm.is_main_process():
+        if self.save_to_disk and self.save_dir:
             sweep(self.save_dir)
         if self._store and (self.sharded or self.save_to_disk):
             self._store.finish(self.run_files)

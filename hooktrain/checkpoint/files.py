@@ -289,7 +289,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointFile:
     """A checkpoint in one file, which every rank reads as a whole.
 
@@ -320,10 +320,7 @@ class CheckpointFile:
         verify_file(self.path)
 
     def read(
-        self,
-        model: nn.Module | None = None,
-        map_location: Device = "cpu",
-        key: str = "",
+        self, model: nn.Module | None, map_location: Device = "cpu", key: str = ""
     ) -> State:
         """Load the verified file, with the model's state under ``"model"``. Not collective.
 

@@ -179,10 +179,7 @@ class CheckpointFolder(CheckpointFile):
                     )
 
     def read(
-        self,
-        model: nn.Module | None = None,
-        map_location: Device = "cpu",
-        key: str = "",
+        self, model: nn.Module | None, map_location: Device = "cpu", key: str = ""
     ) -> State:
         """Load the verified folder. Not collective. Runs no code that a file may hold.
 

@@ -46,11 +46,10 @@ def open_checkpoint(path: str) -> CheckpointFile:
         from hooktrain.checkpoint.folders import CheckpointFolder
 
         return CheckpointFolder(path)
-    found = os.stat(path)
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        file.seek(max(0, found.st_size - _ENDING_BYTES))
-        ending = (found.st_size, zlib.crc32(file.read()))
-    return CheckpointFile(path, ending)
+        file.seek(max(0, size - _ENDING_BYTES))
+        return CheckpointFile(path, (size, zlib.crc32(file.read())))
 
 
 def read_checkpoint(path: str, map_location: Device = "cpu", key: str = "") -> State:

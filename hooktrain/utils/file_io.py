@@ -264,8 +264,9 @@ def sync(path: AnyPath) -> None:
 
 @cache  # one warning for each path
 def _warn_about_power_cuts(path: str, reason: str) -> None:
-    message = "Cannot flush %s (%s): a power cut may lose the last save"
-    logger.warning(message, path, reason)
+    logger.warning(
+        "Cannot flush %s (%s): a power cut may lose the last save", path, reason
+    )
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -84,7 +84,7 @@ def test_numbers_of_every_kind_come_back_and_views_as_what_they_show(
     kinds = (torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.uint8)
     converted = [flags.to(kind) for kind in kinds]
     save_folder({"model": views, "kinds": converted}, tmp_path / "a")
-    found = CheckpointFolder(tmp_path / "a").read()
+    found = CheckpointFolder(tmp_path / "a").read(None)
     assert found["model"]["conj"].tolist() == [1 - 2j, 3 + 4j]
     assert found["model"]["imag"].tolist() == [-2, 4]
     assert found["model"]["every"].tolist() == [True, True]
@@ -111,7 +111,7 @@ def test_a_folder_on_a_file_system_that_cannot_map_is_read(
 
     save(tmp_path / "a", 1)
     monkeypatch.setattr(torch, "from_file", fail)
-    assert_equal(CheckpointFolder(tmp_path / "a").read(), state_of(1))
+    assert_equal(CheckpointFolder(tmp_path / "a").read(None), state_of(1))
 
 
 def test_two_tensors_of_one_dotted_name_are_refused(tmp_path: Path) -> None:
