@@ -105,10 +105,9 @@ class EvalHook(HookBase):
 
     def times_before_end(self) -> float:
         """The number of evaluations before the last iteration; infinite for a period in time."""
-        every = self._period.every
-        if "epoch" in str(every):
-            every = in_iterations(every, self.trainer.epoch_length)
-        if isinstance(every, str):
+        try:
+            every = in_iterations(self._period.every, self.trainer.epoch_length)
+        except ValueError:  # a time, or epochs of unknown length
             return math.inf
         return (self.trainer.max_iter - 1) // every if every else 0
 
