@@ -367,7 +367,6 @@ def inference_on_dataset(
         KeyError: if a loader has no evaluator of its name.
         TypeError: if ``data_loader`` is a data set.
         ValueError: if a single process got no batch, or if the loader never ends.
-        RuntimeError: if not all ranks call it.
     """
     if isinstance(data_loader, Mapping):
         results = {}
@@ -381,7 +380,6 @@ def inference_on_dataset(
         raise ValueError(
             f"data_loader never ends; use build_test_loader(): {data_loader!r}"
         )
-    comm.meet("inference_on_dataset")
     _warn_about_samples(data_loader)
     if evaluator is None:
         evaluator = []

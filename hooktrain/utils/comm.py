@@ -7,6 +7,7 @@ Otherwise the ranks wait for each other until the timeout.
 import logging
 import os
 import pickle
+import reprlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -135,13 +136,13 @@ def meet(place: str) -> None:
         place: the place in the code.
 
     Raises:
-        RuntimeError: if the ranks wait for each other at different places.
+        RuntimeError: if another rank exchanges other data, so that it is at another place.
     """
     places = all_gather(place)
-    if len(set(places)) > 1:
+    if any(each != place for each in places):
         raise RuntimeError(
-            f"the ranks wait for each other at different places: {places}. Each rank must run the "
-            "same code, also the evaluation, not only the main process"
+            f"this rank is at {place}, but others exchange data: {reprlib.repr(places)}. Each rank "
+            "must run the same code, also the evaluation, not only the main process"
         )
 
 

@@ -328,22 +328,49 @@ def test_a_rank_that_fails_while_another_waits_for_it_ends_the_run_soon() -> Non
     assert str(caught.value).endswith("ZeroDivisionError: broken\n")
 
 
-def evaluate_on_the_main_process_only() -> None:
+def evaluate_on_the_main_process_only(metric: Any) -> list[Any]:
     def evaluate() -> Any:
         if not comm.is_main_process():
             return {}
-        return inference_on_dataset(model, batches(2), [])
+        return inference_on_dataset(
+            model, [(batches(1)[0], torch.ones(8))], metric, step=first
+        )
 
     trainer = linear_trainer(EvalHook(2, evaluate))
     model = trainer.model
     evaluation._PATIENCE_SECONDS = 0.2
-    trainer.train(0, 8)
+    trainer.train(0, 4)
+    return [*trainer.storage.results()]
 
 
-def test_an_evaluation_on_the_main_process_only_is_refused() -> None:
-    places = r"\['inference_on_dataset', 'the end of eval_function'\]"
-    with pytest.raises(RuntimeError, match=places):
-        run_ranks(evaluate_on_the_main_process_only, 2)
+def first(model: Any, batch: Any) -> Any:
+    return model(batch[0])
+
+
+def mean_of_targets(_: Any, targets: torch.Tensor) -> torch.Tensor:
+    return targets.mean()
+
+
+def test_a_metric_of_all_ranks_that_is_computed_on_one_only_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="this rank is at the end of eval_function"):
+        run_ranks(evaluate_on_the_main_process_only, 2, mean_of_targets)
+
+
+class Alone(DatasetEvaluator):
+    """Exchanges nothing."""
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        self.count += 1
+
+    def evaluate(self) -> Any:
+        return {"count": self.count}
+
+
+def test_the_main_process_may_evaluate_alone_if_it_exchanges_nothing() -> None:
+    assert run_ranks(evaluate_on_the_main_process_only, 2, Alone()) == [["count"]] * 2
 
 
 # The best model
