@@ -44,15 +44,16 @@ class PeriodicCheckpointer(HookBase):
 
     Args:
         checkpointer: the Checkpointer to save with.
-        period: in iterations, at least 1; or like ``"1 epoch"`` or ``"10 minutes"``.
+        period: in iterations, or like ``"1 epoch"`` or ``"10 minutes"``; 0 saves only the final
+            checkpoint.
         max_to_keep: how many numbered checkpoints to keep, at least 1; None keeps all. All files
             and folders in ``save_dir`` count, including those from before a resume. The final
             checkpoint and others without a number are neither counted nor deleted.
         file_prefix: the prefix of the file names.
 
     Raises:
-        ValueError: if ``period`` or ``max_to_keep`` is less than 1 or not a whole number, or if
-            ``file_prefix`` is not a possible file name.
+        ValueError: if ``period`` is negative, ``max_to_keep`` is less than 1, or one of them is not
+            a whole number; or if ``file_prefix`` is not a possible file name.
     """
 
     phase = "save"
@@ -65,8 +66,6 @@ class PeriodicCheckpointer(HookBase):
         max_to_keep: int | None = None,
         file_prefix: str = "model",
     ) -> None:
-        if not isinstance(period, str):
-            check_count("period", period)
         if max_to_keep is not None:
             check_count("max_to_keep", max_to_keep)
         check_saver(checkpointer, file_prefix)

@@ -74,6 +74,14 @@ def test_a_subclass_may_override_step(tmp_path: Path) -> None:
     assert names(tmp_path) == ["odd_1.pth", "odd_3.pth"]
 
 
+def test_a_period_of_0_saves_only_the_final_checkpoint(tmp_path: Path) -> None:
+    trainer = linear_trainer()
+    saver = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(saver, 0)])
+    trainer.train(0, 4)
+    assert names(tmp_path) == ["model_final.pth"]
+
+
 def test_a_step_without_a_trainer_says_what_a_loop_of_ones_own_calls() -> None:
     hook = PeriodicCheckpointer(Checkpointer(LinearLoss()), 2)
     with pytest.raises(RuntimeError, match=r"checkpointer\.save\(name"):
