@@ -211,7 +211,7 @@ class CheckpointFolder(CheckpointFile):
 
         folder = Path(self.path)
         with reading(folder):
-            state: State = load_file(folder / STATE, map_location)["state"]
+            state = load_file(folder / STATE, map_location)["state"]
             if map_location != "meta":
                 state = map_leaves(allocate, state)
                 _read_tensors(tensors, folder)
@@ -440,9 +440,7 @@ def _table(rows: Any) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
-def _overlap(
-    name: str, tables: tuple[Tensor, Tensor], tensor: Tensor
-) -> Iterable[tuple[Any, ...]]:
+def _overlap(name: str, tables: tuple[Tensor, Tensor], tensor: Tensor) -> Iterable[Any]:
     """Find the parts that a tensor needs; of a sharded one, those that this rank's shard needs.
 
     Args:

@@ -260,9 +260,7 @@ def _load(
         )
     # The model may have a parameter under several names.
     named = model.named_parameters(remove_duplicate=False)
-    parameters: dict[str, Any] = {
-        own_name(name): parameter for name, parameter in named
-    }
+    parameters = {own_name(name): parameter for name, parameter in named}
     lacking = [name for name in map(own_name, result.missing_keys) if name in in_model]
     there = in_model.keys() - lacking | {name for name, _, _ in incorrect}
     known = {parameters.get(name, name) for name in there}
