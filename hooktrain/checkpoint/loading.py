@@ -310,7 +310,7 @@ def revise_names(state: State, revise_keys: Renames) -> "OrderedDict[str, Any]":
 
 def _renamed(state: State, rename: Callable[[str], str]) -> "OrderedDict[str, Any]":
     """A copy of a state with renamed tensors."""
-    renamed: OrderedDict[str, Any] = OrderedDict()
+    renamed = OrderedDict()
     for name, value in state.items():
         new = rename(name)
         if new in renamed:
