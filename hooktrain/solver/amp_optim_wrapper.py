@@ -34,7 +34,7 @@ class AmpOptimWrapper(OptimWrapper):
         device_type: the type of the parameters' device, such as ``"cuda"``.
         grad_scaler: the scaler; it is disabled if the data type needs none.
         skipped_updates: the number of updates that the scaler has skipped. On an accelerator it is
-            a tensor, so that the host need not wait; :meth:`step` then always returns True.
+            a tensor, so that the host need not wait.
 
     Raises:
         ValueError: for another data type.
@@ -91,10 +91,11 @@ class AmpOptimWrapper(OptimWrapper):
         """Divide the gradients by the scale, once per step."""
         self.grad_scaler.unscale_(self.optimizer)
 
-    def _apply(self, kwargs: Options) -> bool:
+    def _apply(self, kwargs: Options) -> None:
         scaler = self.grad_scaler
         if not scaler.is_enabled():
-            return super()._apply(kwargs)
+            super()._apply(kwargs)
+            return
         # Host-device synchronisation: reads the overflow flag. Fused optimizers read it
         # inside their kernel.
         scaler.step(self.optimizer, **kwargs)
@@ -102,13 +103,11 @@ class AmpOptimWrapper(OptimWrapper):
         flags = [flag.to(scaler._scale.device) for flag in found]  # type: ignore[union-attr]
         skipped = reduce(torch.maximum, flags) if flags else torch.zeros(())
         scaler.update()
-        if skipped.is_cpu:
-            if skipped:
-                self.count_skipped_update()
-            return not skipped
-        # The sum stays on the device and is fetched with the other metrics, so nothing waits.
-        self.count_skipped_update(skipped)
-        return True
+        if not skipped.is_cpu:
+            # The sum stays on the device and is fetched with the other metrics, so nothing waits.
+            self.count_skipped_update(skipped)
+        elif skipped:
+            self.count_skipped_update()
 
     def state_dict(self) -> State:
         """The state of the :class:`OptimWrapper`, and of the scaler."""

@@ -178,44 +178,36 @@ class OptimWrapper:
 
     def update_params(
         self, loss: Tensor, step_kwargs: Any = None, zero_kwargs: Any = None
-    ) -> bool:
+    ) -> None:
         """Add the gradients of a loss, and update if that completes an accumulation.
 
         Args:
             loss: the loss, or the sum of several.
             step_kwargs: a dict of arguments for :meth:`step`.
             zero_kwargs: a dict of arguments for :meth:`zero_grad`.
-
-        Returns:
-            Whether there was an update.
         """
         self.backward(self.scale_loss(loss))
-        if not self.should_update():
-            return False
-        updated = self.step(**(step_kwargs or {}))
-        self.zero_grad(**(zero_kwargs or {}))
-        return updated
+        if self.should_update():
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a loss; see :meth:`torch.Tensor.backward`."""
         loss.backward(**kwargs)
         self.inner_count += 1
 
-    def step(self, **kwargs: Any) -> bool:
+    def step(self, **kwargs: Any) -> None:
         """Unscale the gradients, call ``after_backward``, clip, and update the parameters.
 
         Args:
             kwargs: the arguments of the optimizer's ``step``.
-
-        Returns:
-            False if a scaler skipped the update because gradients overflowed.
         """
         self.unscale_gradients()
         if self.after_backward is not None:
             self.after_backward()
         self.clip_gradients()
         try:
-            return self._apply(kwargs)
+            self._apply(kwargs)
         except (TypeError, AssertionError) as error:
             add_note(error, _CLOSURES)
             raise
@@ -223,9 +215,8 @@ class OptimWrapper:
     def unscale_gradients(self) -> None:
         """Divide the gradients by the factor by which a scaler has multiplied the loss."""
 
-    def _apply(self, kwargs: Options) -> bool:
+    def _apply(self, kwargs: Options) -> None:
         self.optimizer.step(**kwargs)
-        return True
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if ``clip_grad`` was given, and log their norm."""
