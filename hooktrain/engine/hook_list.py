@@ -1,6 +1,7 @@
 """The list of a trainer's hooks: their order, their names and their states."""
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -37,9 +38,7 @@ def place_by_phase(hooks: Sequence[HookBase], hook: HookBase) -> int:
             f"{type(hook).__qualname__} has an unknown phase {hook.phase!r}"
             f"{did_you_mean(hook.phase, PHASES)}"
         )
-    own = _place(hook)
-    behind = (i for i, each in enumerate(hooks, 1) if _place(each) <= own)
-    return max(behind, default=0)
+    return bisect_right(hooks, _place(hook), key=_place)
 
 
 def _place(hook: HookBase) -> tuple[int, int]:

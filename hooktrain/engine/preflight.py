@@ -23,7 +23,13 @@ from hooktrain.strategy.environment import count_processes
 from hooktrain.utils import comm
 from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import State, names_used
-from hooktrain.utils.tensors import Tensors, checksum, compute_device, norm_of
+from hooktrain.utils.tensors import (
+    Tensors,
+    checksum,
+    compute_device,
+    is_sharded,
+    norm_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -238,25 +244,21 @@ def _modules_beside(trainer: Any) -> dict[str, nn.Module]:
 def _adds_up(module: nn.Module, trainer: Any) -> bool:
     """Whether the gradients of a module have never been freed in a run."""
     # Each backward pass into the same gradient raises its version. A freed one begins again.
-    gradients = (p.grad for p in module.parameters())
-    changes = min((grad._version for grad in gradients if grad is not None), default=0)
-    return bool(changes >= trainer.done - trainer.start_iter - 1 > 2)
+    changes = [p.grad._version for p in module.parameters() if p.grad is not None]
+    others = trainer.done - trainer.start_iter - 1
+    return bool(min(changes, default=0) >= others > 2)
 
 
-def warn_about_rank_differences(model: nn.Module, is_sharded: bool) -> None:
+def warn_about_rank_differences(model: nn.Module) -> None:
     """Warn, once a run, if the ranks have different weights or buffers. A collective.
 
     A checkpoint has those of the main process. Running statistics of norms are not compared, since
-    no training step reads them. Neither are sharded and sparse buffers.
-
-    Args:
-        model: the model.
-        is_sharded: whether each rank has its own part of the weights, which are then not compared.
+    no training step reads them. Neither are sharded weights, and sharded and sparse buffers.
     """
     if comm.get_world_size() == 1:
         return
     # Host-device synchronisation, as for the checksums.
-    norm = 0.0 if is_sharded else norm_of(trainable(model).values())
+    norm = norm_of(p for p in trainable(model).values() if not is_sharded(p))
     checksums = {}
     # DistributedDataParallel may send the first rank's buffers before each forward pass.
     if not getattr(model, "broadcast_buffers", False):

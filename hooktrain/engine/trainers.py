@@ -176,7 +176,7 @@ class ModelTrainer(TrainerBase):
                 log_zero_gradients(self.model)
             warn_about_untrained_modules(self)
             warn_about_idle_optimizers(self.model, self.optim_wrapper, run.versions)
-            warn_about_rank_differences(self.model, run.trainable is None)
+            warn_about_rank_differences(self.model)
             log_unsaved_attributes(self.model, run.attributes)
             log_metrics_that_differ(self.storage)
             warn_about_equal_batches(self._data_loader_iter)
@@ -246,7 +246,7 @@ class ModelTrainer(TrainerBase):
         super().prepare_save()
         # Outside on_all_ranks, since the state_dict of a hook may be a collective.
         on_all_ranks(partial(self._refuse, self._find_non_finite()))
-        warn_about_rank_differences(self.model, self._run.trainable is None)
+        warn_about_rank_differences(self.model)
         self._run.confirmed = self.done
 
     def _find_non_finite(self) -> set[str]:

@@ -286,11 +286,11 @@ class DatasetEvaluators(DatasetEvaluator):
     """
 
     def __init__(self, evaluators: Sequence[Any]) -> None:
-        self._evaluators: list[Any] = []
-        for each in evaluators:
-            if isinstance(each, type) or not hasattr(each, "process"):
-                each = MetricEvaluator(each)
-            self._evaluators.append(each)
+        # A class in place of its object has no evaluator's type either, and is refused.
+        self._evaluators = [
+            each if hasattr(type(each), "process") else MetricEvaluator(each)
+            for each in evaluators
+        ]
 
     def reset(self) -> None:
         """Reset each evaluator."""
@@ -311,10 +311,10 @@ class DatasetEvaluators(DatasetEvaluator):
         merged: Results = {}
         for evaluator in self._evaluators:
             results = evaluator.evaluate()
-            kind = type(evaluator).__name__
             if results is None:
                 if comm.is_main_process():
-                    logger.warning("%s.evaluate() returned nothing", kind)
+                    name = type(evaluator).__name__
+                    logger.warning("%s.evaluate() returned nothing", name)
                 continue
             twice = merged.keys() & results.keys()
             if twice:
@@ -448,9 +448,9 @@ def _with_progress(
     done = 0
     own = start_workers(data_loader)
     batches: Any = zip(own, repeat(True))
-    if computes_together(module):
-        batches = in_step(own, compute_device(module))
     device = compute_device(module)
+    if computes_together(module):
+        batches = in_step(own, device)
     before: list[Any] = []
     for done, batch in enumerate(batches, 1):
         # Its first batch has started any loader inside the given one, which draws a seed.
@@ -478,11 +478,12 @@ def _with_progress(
 def _random_state(device: torch.device) -> list[Any]:
     """What changes when a global generator draws: Python's, numpy's, and torch's on two devices."""
     module = torch.get_device_module(device)
-    states = (
-        torch.get_rng_state(),
-        getattr(module, "get_rng_state", torch.get_rng_state)(),
-    )
-    return [random.getstate(), repr(np.random.get_state()), *map(checksum, states)]
+    return [
+        random.getstate(),
+        repr(np.random.get_state()),
+        checksum(torch.get_rng_state()),
+        checksum(getattr(module, "get_rng_state", torch.get_rng_state)()),
+    ]
 
 
 def _log_progress(done: int, seconds: float) -> None:

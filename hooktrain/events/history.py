@@ -143,9 +143,7 @@ class HistoryBuffer:
             ``values`` (float64) and ``iterations`` (int64) are tensors of one dimension,
             ``written`` is a dict, the other items are plain numbers.
         """
-        entries = self.tail(_MAX_SAVED)
-        values = [value for value, _ in entries]
-        iterations = [iteration for _, iteration in entries]
+        values, iterations = zip(*self.tail(_MAX_SAVED), strict=True)
         return {
             "values": torch.tensor(values, dtype=torch.float64),
             "iterations": torch.tensor(iterations, dtype=torch.int64),

@@ -67,28 +67,28 @@ class TensorboardXWriter(ScalarWriter):
 
     def write_scalars(self, storage: EventStorage, scalars: Metrics) -> None:
         """Append the metrics, and the images and histograms of the storage."""
-        if scalars or storage._vis_data or storage._histograms:
-            try:
-                self._send(storage, scalars)
-            except OSError:
-                self._open = None  # the thread of torch's writer has ended
-                raise
-
-    def _send(self, storage: EventStorage, scalars: Metrics) -> None:
+        if not (scalars or storage._vis_data or storage._histograms):
+            return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         writer: Any = self.summary_writer
-        for iteration, metrics in scalars.items():
-            # One event for all of them, since each event wakes the thread of torch's writer.
-            values = [Summary.Value(tag=n, simple_value=v) for n, v in metrics.items()]
-            writer.file_writer.add_summary(Summary(value=values), iteration)
-        for name, image, iteration in storage._vis_data:
-            if image.is_floating_point():
-                image = image.float()  # numpy has no bfloat16
-            writer.add_image(name, image, iteration)
-        for histogram in storage._histograms:
-            writer.add_histogram_raw(**histogram)
-        writer.flush()
+        try:
+            for iteration, metrics in scalars.items():
+                # One event for all of them, since each event wakes the thread of torch's writer.
+                values = [
+                    Summary.Value(tag=n, simple_value=v) for n, v in metrics.items()
+                ]
+                writer.file_writer.add_summary(Summary(value=values), iteration)
+            for name, image, iteration in storage._vis_data:
+                if image.is_floating_point():
+                    image = image.float()  # numpy has no bfloat16
+                writer.add_image(name, image, iteration)
+            for histogram in storage._histograms:
+                writer.add_histogram_raw(**histogram)
+            writer.flush()
+        except OSError:
+            self._open = None  # the thread of torch's writer has ended
+            raise
 
     def rewind(self, iteration: int) -> None:
         """Let TensorBoard hide the values of earlier files from ``iteration`` on."""

@@ -102,7 +102,7 @@ def checksum(tensor: Tensor) -> int:
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The norm of all tensors together; of this rank's shards if they are sharded."""
-    local = [*map(local_tensor, tensors)]
+    local = map(local_tensor, tensors)
     return float(nn.utils.get_total_norm(local))  # host-device synchronisation
 
 

@@ -174,8 +174,9 @@ def warnings_of_two_periods() -> None:
     sharded = nn.Module()
     weights = distribute_tensor(torch.arange(2.0), mesh, [Shard(0)])
     sharded.register_buffer("weights", weights)
-    # Its shards differ, and a checkpoint has them all.
-    warn_about_rank_differences(sharded, is_sharded=True)
+    sharded.register_parameter("trained", nn.Parameter(weights))
+    # The shards differ, and a checkpoint has them all.
+    warn_about_rank_differences(sharded)
     trainer.register_hooks([CallbackHook(before_step=differ)])
     trainer.sync_period = 1
     trainer.train(max_iter=2)
