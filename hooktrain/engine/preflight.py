@@ -334,8 +334,7 @@ def unsaved_attributes(model: nn.Module) -> State:
         f"{path}.{name}": (id(value), getattr(value, "_version", 0))
         for path, module in unwrap_model(model).named_modules(prefix="model")
         for name, value in {**vars(type(module)), **vars(module)}.items()
-        if isinstance(value, int | float | Tensor)
-        and not getattr(value, "grad_fn", None)
+        if type(value) in (int, float, Tensor) and not getattr(value, "grad_fn", None)
     }
 
 

@@ -971,12 +971,14 @@ class Counting(nn.Module):
         self.auxiliary: Any = torch.zeros(())
         self.fixed = torch.ones(4)
         self.name = "a"
+        self.has_begun = False
         self.register_buffer("known", torch.zeros(4))
         self.cache: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.linear(x)
         self.calls += 1
+        self.has_begun = True
         self.temperature *= 0.9
         self.bank[0] += 1
         self.mean = self.mean + 1
