@@ -27,10 +27,10 @@ from hooktrain.demos import (
 )
 from hooktrain.engine import default_writers, hooks
 from hooktrain.evaluation import inference_on_dataset
-from hooktrain.strategy import broadcast_buffers
 from hooktrain.utils import comm
 from hooktrain.utils.env import seed_on_host, seed_step
 from hooktrain.utils.logger import setup_logger
+from hooktrain.utils.tensors import broadcast_tensors
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "digits_cnn.py")
 ITERATIONS = 70
@@ -293,7 +293,7 @@ class Trainer(detectron2.DefaultTrainer):
     @classmethod
     def test(cls, cfg: Any, model: nn.Module, evaluators: Any = None) -> dict[str, Any]:
         """Evaluate with the first rank's batch norm on all ranks, as in a checkpoint."""
-        broadcast_buffers(model)
+        broadcast_tensors(model.buffers())
         return super().test(cfg, model, evaluators)
 
     def build_hooks(self) -> list[Any]:
@@ -405,7 +405,7 @@ def step_trainer(folder: str, variant: Variant) -> None:
 
     def evaluate() -> dict[str, Any]:
         # All ranks evaluate the buffers that a checkpoint holds.
-        broadcast_buffers(strategy.model)
+        broadcast_tensors(strategy.model.buffers())
         return inference_on_dataset(strategy.model, test_loader(), Accuracy())
 
     trainer.register_hooks(

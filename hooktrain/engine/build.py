@@ -19,8 +19,9 @@ from hooktrain.evaluation.testing import Results
 from hooktrain.model.wrappers import unwrap_model
 from hooktrain.solver import AmpOptimWrapper, OptimWrapper, as_optim_wrapper
 from hooktrain.solver.build import Wrappers
-from hooktrain.strategy import BaseStrategy, broadcast_buffers, build_strategy
+from hooktrain.strategy import BaseStrategy, build_strategy
 from hooktrain.utils.periods import end_of_run
+from hooktrain.utils.tensors import broadcast_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -229,8 +230,8 @@ def build_evaluation(
     """
 
     def once() -> Results:
-        # All ranks evaluate the buffers that a checkpoint holds.
-        broadcast_buffers(model)
+        # Each rank has the batch norm of its own batches. All evaluate that of a checkpoint.
+        broadcast_tensors(model.buffers())
         return evaluate(cfg, model, step="val_step")
 
     def run() -> Results:

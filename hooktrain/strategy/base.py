@@ -242,12 +242,3 @@ class BaseStrategy:
     def distributed(self) -> bool:
         """Whether there is a process group."""
         return dist.is_initialized()
-
-
-def broadcast_buffers(model: nn.Module) -> None:
-    """Send the first rank's buffers to all ranks. A collective.
-
-    Unless the ranks exchange buffers during training, each rank has the statistics of its own
-    batches.
-    """
-    broadcast_tensors(model.buffers())

@@ -35,21 +35,6 @@ class SingleDeviceStrategy(BaseStrategy):
         self.launcher = "none"
 
 
-def wrapper_for(model: nn.Module) -> type[nn.Module]:
-    """The class of DistributedDataParallel that fits a model.
-
-    For a model without a ``train_step`` it is ``NamingDistributedDataParallel``; for one that
-    inherits the ``train_step`` of :class:`hooktrain.model.BaseModel` it is
-    ``StepDistributedDataParallel``; for any other it is ``SeparateDistributedDataParallel``.
-    """
-    step = getattr(type(model), "train_step", None)
-    if step is None:
-        return NamingDistributedDataParallel
-    if step is BaseModel.train_step:
-        return StepDistributedDataParallel
-    return SeparateDistributedDataParallel
-
-
 def create_ddp_model(
     model: nn.Module,
     *,
@@ -63,7 +48,9 @@ def create_ddp_model(
         model: the model, on its device.
         fp16_compression: whether the ranks exchange gradients in float16; not for a
             ``SeparateDistributedDataParallel``.
-        wrapper: the class of the wrapper; None is :func:`wrapper_for`.
+        wrapper: the class of the wrapper. None is ``NamingDistributedDataParallel`` for a model
+            without a ``train_step``, ``StepDistributedDataParallel`` for one that inherits that of
+            :class:`hooktrain.model.BaseModel`, and else ``SeparateDistributedDataParallel``.
         options: the wrapper's options; see :class:`torch.nn.parallel.DistributedDataParallel`.
 
     Returns:
@@ -76,7 +63,12 @@ def create_ddp_model(
     device = compute_device(model)
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
-    kind: Any = wrapper or wrapper_for(model)
+    step = getattr(type(model), "train_step", None)
+    fitting = {
+        None: NamingDistributedDataParallel,
+        BaseModel.train_step: StepDistributedDataParallel,
+    }
+    kind: Any = wrapper or fitting.get(step, SeparateDistributedDataParallel)
     ddp = kind(model, **options)
     if fp16_compression:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (

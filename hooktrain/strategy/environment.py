@@ -110,28 +110,6 @@ def get_rank_info(launcher: Launcher) -> RankInfo:
     return RankInfo(*map(int, (*numbers, here)))
 
 
-def set_address(info: RankInfo) -> None:
-    """Set ``MASTER_ADDR`` and ``MASTER_PORT``, at which the processes meet, unless they are set.
-
-    The defaults are this machine, if the run uses no other machine, and port 29500. Two runs on
-    one machine need different ports.
-
-    Args:
-        info: see :func:`get_rank_info`.
-
-    Raises:
-        ValueError: if the host of rank 0 is unknown.
-    """
-    if info.world_size == info.local_world_size:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    elif "MASTER_ADDR" not in os.environ:
-        raise ValueError(
-            "set MASTER_ADDR to the address of the machine of rank 0; in a SLURM job by "
-            "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
-        )
-    os.environ.setdefault("MASTER_PORT", "29500")
-
-
 def count_processes() -> int:
     """The number of processes of the run, even before they have joined each other."""
     if dist.is_initialized():  # perhaps by a script whose variables are incomplete
@@ -164,7 +142,8 @@ def join_processes(
         timeout: the timeout of collectives, as a timedelta or in seconds.
 
     Raises:
-        ValueError: as :func:`get_rank_info` and :func:`set_address`.
+        ValueError: as :func:`get_rank_info`; or if there are several machines, and ``MASTER_ADDR``,
+            the address of the machine of rank 0, is not set.
     """
     # The functions of this module have the default group as a default argument. If it were first
     # imported while a group exists, as building an optimizer does, it would keep the group's
@@ -240,12 +219,19 @@ def meeting_place(
 
 
 def _store(info: RankInfo, timeout: timedelta) -> Any:
-    """The store of the process group, without the addresses of dead processes."""
+    """The store of the process group, without the addresses of dead processes.
+
+    The processes meet at ``MASTER_ADDR``, by default this machine if the run uses no other, and
+    ``MASTER_PORT``, by default 29500. Two runs on one machine need different ports.
+    """
     c10d: Any = dist  # torch's stubs lack these names
-    set_address(info)
+    is_one_machine = info.world_size == info.local_world_size
+    if is_one_machine:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
     meeting = c10d.rendezvous("env://", info.rank, info.world_size, timeout=timeout)
     store, *_ = next(meeting)
-    if info.world_size == info.local_world_size:
+    if is_one_machine:
         # torchrun's store survives a restart, and still has the addresses of the dead ranks. On
         # several machines the restart counts may differ, so they cannot be used as a prefix.
         store = c10d.PrefixStore(f"attempt{restart_count()}", store)

@@ -4,6 +4,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from hooktrain.strategy.environment import (
     infer_launcher,
     leave_processes,
     restart_count,
-    set_address,
 )
 from hooktrain.utils import comm
 from releases import needs_records, without_gloo
@@ -117,13 +117,16 @@ def test_the_processes_of_several_machines_need_an_address(
     started_by(SLURM, STEP)
     info = get_rank_info("slurm")
     assert info == RankInfo(3, 1, 4, 2)
-    with pytest.raises(ValueError, match=r"MASTER_ADDR=.*scontrol"):
-        set_address(info)
-    set_address(replace(info, local_world_size=4))
+    limit = timedelta(seconds=9)
+    with pytest.raises(ValueError, match="MASTER_ADDR expected, but not set"):
+        joining._store(info, limit)
+    found: Any = [dist.HashStore()]
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([found]))
+    joining._store(replace(info, local_world_size=4), limit)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
     assert os.environ["MASTER_PORT"] == "29500"
     started_by(MASTER_ADDR="fe80::1", MASTER_PORT="99")
-    set_address(info)
+    joining._store(info, limit)
     assert os.environ["MASTER_ADDR"] == "fe80::1"
     assert os.environ["MASTER_PORT"] == "99"
 
