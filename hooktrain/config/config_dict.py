@@ -48,8 +48,7 @@ class ConfigDict(dict[Any, Any]):
         super().__setitem__(key, to_config(value))
 
     def __missing__(self, key: Any) -> Any:
-        hint = did_you_mean(key, self)
-        raise KeyError(f"the config has no {key!r}{hint}")
+        raise KeyError(f"the config has no {key!r}{did_you_mean(key, self)}")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -210,9 +209,7 @@ def _resolved(cfg: ConfigDict, path: Keys, text: str) -> Any:
 def _follow(cfg: ConfigDict, path: Keys, match: re.Match[str]) -> Any:
     """The value that a reference names."""
     dots, names = match.groups()
-    here: Keys = ()
-    if dots:
-        here = path[: -len(dots)]
+    here: Keys = path[: -len(dots)] if dots else ()
     value = _at(cfg, here)
     for name in names.split("."):
         key = find_key(value, name)

@@ -183,8 +183,7 @@ class LazyConfig:
     @staticmethod
     def to_py(cfg: ConfigDict, prefix: str = "cfg.") -> str:
         """A config as lines such as ``cfg.train.max_iter = 100``, for a log."""
-        data = to_data(cfg)
-        return "".join(dotted_lines(data, prefix))
+        return "".join(dotted_lines(to_data(cfg), prefix))
 
 
 def _read_json(path: Path) -> ConfigDict:

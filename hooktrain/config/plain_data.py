@@ -49,9 +49,7 @@ def _dict_data(value: dict[Any, Any]) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in value):
         items = list(value.items())
         return _call_data(dict, items)
-    named = "type"
-    if "_target_" in value:
-        named = "_target_"
+    named = "_target_" if "_target_" in value else "type"
     data = {}
     for key, item in value.items():
         if key == named and callable(item):

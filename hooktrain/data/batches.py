@@ -258,6 +258,6 @@ def warn_about_equal_batches(batches: Batches) -> None:
 
 def _checksum(batch: Any) -> int:
     """A checksum of the dense tensors of a batch; 0 if it has none."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    numbers = list(map(checksum, tensors))
-    return hash(tuple(numbers)) if any(numbers) else 0
+    leaves = tree_leaves(batch)
+    numbers = tuple(checksum(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return hash(numbers) if any(numbers) else 0

@@ -66,8 +66,12 @@ def build_trainer(
     optim_wrapper = build_optimizer(cfg, model)
     trainer = build_step(cfg, model, loader, optim_wrapper, trainer_class)
     trainer.seed = strategy.seed
-    set_end_of_run(cfg, trainer.epoch_length)
-    trainer.meta = {"config": LazyConfig.to_py(cfg), "run_id": cfg.train.run_id}
+    train = cfg.train
+    if train.max_epochs is not None:
+        length = trainer.epoch_length
+        train.max_iter = end_of_run(0, train.max_iter, train.max_epochs, length)
+        resolve(cfg)  # other values may refer to it
+    trainer.meta = {"config": LazyConfig.to_py(cfg), "run_id": train.run_id}
     checkpointer = build_checkpointer(cfg, trainer)
     trainer.register_hooks(build_hooks(cfg, model, checkpointer))
     trainer.checkpointer = checkpointer
@@ -170,14 +174,6 @@ def build_step(
         has_step = hasattr(unwrap_model(model), "train_step")
         trainer_class = StepTrainer if has_step else SimpleTrainer
     return trainer_class(model, loader, optim_wrapper, cfg.train.log_period)
-
-
-def set_end_of_run(cfg: Any, epoch_length: int | None) -> None:
-    """Set ``train.max_iter`` from ``train.max_epochs``, and values that refer to it."""
-    train = cfg.train
-    if train.max_epochs is not None:
-        train.max_iter = end_of_run(0, train.max_iter, train.max_epochs, epoch_length)
-        resolve(cfg)
 
 
 def build_checkpointer(cfg: Any, trainer: ModelTrainer) -> Checkpointer:

@@ -113,8 +113,7 @@ class MetricEvaluator(DatasetEvaluator):
         self, metric: Any, target_key: str | int = "label", *, whole: bool = False
     ) -> None:
         _check_metric(metric)
-        kind = type(metric).__name__
-        self._name = getattr(metric, "__name__", kind)
+        self._name = getattr(metric, "__name__", type(metric).__name__)
         if not hasattr(metric, "compute"):
             metric = _Whole(metric) if whole else _Mean(metric)
         self._metric = metric

@@ -369,8 +369,8 @@ class EventStorage:
         """Replace all metrics by those that :meth:`state_dict` returned."""
         self._histories = {}
         for name, state in state_dict["metrics"].items():
-            self._histories[name] = HistoryBuffer()
-            self._histories[name].load_state_dict(state)
+            history = self._histories[name] = HistoryBuffer()
+            history.load_state_dict(state)
         if "written_counts" in state_dict:
             self._complete(state_dict["written_counts"])
         self.iter = state_dict["iteration"]
