@@ -61,7 +61,8 @@ class Checkpointer:
         save_dir: the folder, created at the first save; "" turns saving off.
         save_to_disk: whether this process writes files; by default only the main process does.
         background: whether a thread writes a copy of the state while training goes on. The memory
-            of the copy is reused. The next save or :meth:`wait` raises the thread's error.
+            of the copy is reused, unless it puts a sharded model together for a file. The next save
+            or :meth:`wait` raises the thread's error.
         sharded: whether each rank writes its shards to a folder ``<save_dir>/<name>``, on a disk
             that all ranks see. Both files and folders load on any number of ranks.
         store: an address such as ``s3://bucket/run``, to which each checkpoint to resume from is
@@ -222,9 +223,7 @@ class Checkpointer:
         state = storable(self.content(extra))
         if not self.sharded:
             name += ".pth"
-            # The copy for the background puts sharded tensors together itself.
-            if not (self.background and self.save_to_disk):
-                state = full_tensors(state)
+            state = full_tensors(state)
             if not self.save_to_disk:
                 return
         path = os.path.join(self.save_dir, name)
@@ -260,7 +259,7 @@ class Checkpointer:
             # Collectives of the thread must not mix with those of the training.
             self._group = dist.new_group(backend="gloo")  # type: ignore[assignment, unused-ignore]
         # Host-device synchronisation.
-        copied, self._memory = copy_to_host(state, self._memory, not self.sharded)
+        copied, self._memory = copy_to_host(state, self._memory)
         return copied
 
     def _write(

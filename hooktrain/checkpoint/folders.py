@@ -52,7 +52,6 @@ from hooktrain.utils.tensors import (
     Device,
     Tensors,
     as_bytes,
-    full_tensor,
     is_sharded,
     local_box,
     local_tensor,
@@ -219,7 +218,7 @@ class CheckpointFolder(CheckpointFile):
 
 
 @torch.no_grad()
-def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
+def copy_to_host(state: Any, memory: Any) -> Any:
     """Copy a nested state into host memory, reusing that of the previous copy.
 
     It takes as much memory as the state. For large tensors on CUDA the memory is pinned, and torch
@@ -229,7 +228,6 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
     Args:
         state: the state, which is not changed.
         memory: the memory that the previous call returned; at first an empty dict.
-        whole: whether to put sharded tensors together, one by one. This is collective.
 
     Returns:
         The copy, and the memory to pass to the next call.
@@ -242,15 +240,11 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
             return leaf
         if leaf.layout is not torch.strided:  # a sparse tensor has no address
             return leaf.to("cpu", copy=True)  # host-device synchronisation
-        own = data = local_tensor(leaf)
-        if whole:
-            data = full_tensor(leaf)
+        data = local_tensor(leaf)
         devices.add(data.device)
         # A tensor keeps its address during training, by which its copy finds its memory again.
-        # An empty tensor has no address.
-        address = own.data_ptr() or id(leaf)
         views = (data.is_conj(), data.is_neg())  # of the same data
-        key = (address, own.stride(), data.shape, data.dtype, views)
+        key = (data.data_ptr(), data.stride(), data.shape, data.dtype, views)
         if key not in memory:
             memory[key] = torch.empty_like(
                 data,
@@ -258,7 +252,7 @@ def copy_to_host(state: Any, memory: Any, whole: bool) -> Any:
                 pin_memory=data.is_cuda and data.nbytes >= _PINNED_BYTES,
             )
         copied = used[key] = memory[key].copy_(data, non_blocking=True)
-        if whole or not is_sharded(leaf):
+        if not is_sharded(leaf):
             return copied
         return DTensor(copied, leaf._spec, requires_grad=False)  # type: ignore[attr-defined]
 

@@ -203,7 +203,7 @@ def load_model_state(
             continue
         incorrect.append((name, theirs, own))
         del loadable[name]
-    if strict and (incorrect or loadable.keys() != in_model.keys()):
+    if strict and loadable.keys() != in_model.keys():
         trial = copy.copy(loadable)
         for name in loadable.keys() & in_model.keys():
             trial[name] = in_model[name]  # so nothing is changed

@@ -165,8 +165,7 @@ def join_processes(
     if device is not None:
         # There may be more processes than devices.
         index = info.local_rank % torch.accelerator.device_count()
-        torch.accelerator.set_device_index(index)
-        device = torch.device(device.type, index)
+        device = choose_device(torch.device(device.type, index))
     if backend is None:
         backend = dist.get_default_backend_for_device(device or "cpu")
     dist.init_process_group(

@@ -389,11 +389,11 @@ def test_code_in_a_shard_is_not_run(tmp_path: Path) -> None:
 def test_a_copy_takes_the_memory_of_the_copy_before() -> None:
     weight = nn.Parameter(torch.arange(4.0).view(2, 2))
     state = {"w": weight, "tied": weight, "turned": weight.t(), "empty": torch.ones(0)}
-    first, memory = copy_to_host({"model": state, "n": [1, weight[1]]}, {}, False)
+    first, memory = copy_to_host({"model": state, "n": [1, weight[1]]}, {})
     with torch.no_grad():
         weight += 1
     assert_equal(first["model"]["w"], torch.arange(4.0).view(2, 2))
-    second, _ = copy_to_host({"model": state, "n": [1, weight[1]]}, memory, False)
+    second, _ = copy_to_host({"model": state, "n": [1, weight[1]]}, memory)
     model, (one, row) = second["model"], second["n"]
     assert model["w"] is model["tied"] is first["model"]["w"]
     assert row is first["n"][1]
@@ -407,9 +407,9 @@ def test_what_has_changed_its_type_or_left_the_state_takes_no_memory_of_others()
     None
 ):
     tensors = [torch.ones(2), torch.ones(2)]
-    _, memory = copy_to_host(tensors, {}, False)
+    _, memory = copy_to_host(tensors, {})
     half = tensors[0].view(torch.int32)
-    (first, second), memory = copy_to_host([half, tensors[1]], memory, False)
+    (first, second), memory = copy_to_host([half, tensors[1]], memory)
     assert_equal([first, second], [half, tensors[1]])
     assert len(memory) == 2
 
@@ -471,15 +471,15 @@ def test_a_folder_without_a_part_of_a_tensor_is_not_saved(
 
 def test_a_sparse_tensor_that_changes_later_does_not_change_its_copy() -> None:
     sparse = torch.eye(2).to_sparse()
-    (copied,), _ = copy_to_host([sparse], {}, False)
+    (copied,), _ = copy_to_host([sparse], {})
     sparse.mul_(2)
     assert torch.equal(copied.to_dense(), torch.eye(2))
 
 
 def test_a_part_with_the_address_of_the_whole_has_memory_of_its_own() -> None:
     whole = torch.arange(6.0)
-    copied, memory = copy_to_host([whole, whole[:2]], {}, False)
-    again, _ = copy_to_host([whole, whole[:2]], memory, False)
+    copied, memory = copy_to_host([whole, whole[:2]], {})
+    again, _ = copy_to_host([whole, whole[:2]], memory)
     for each in (copied, again):
         assert_equal(each, [torch.arange(6.0), torch.arange(2.0)])
 
@@ -494,8 +494,8 @@ def test_views_of_one_memory_and_sparse_tensors_are_copied_as_they_are() -> None
         torch.eye(3).to_sparse(),
     ]
     expected = [torch.clone(each.resolve_conj().resolve_neg()) for each in state]
-    first, memory = copy_to_host(state, {}, False)
-    second, _ = copy_to_host(state, memory, False)
+    first, memory = copy_to_host(state, {})
+    second, _ = copy_to_host(state, memory)
     numbers.zero_()
     for copied in (first, second):
         for mine, theirs in zip(copied, expected, strict=True):
@@ -515,12 +515,12 @@ class OnSecond(torch.Tensor):
 def copy_tensors_of_one_row() -> list[Any]:
     """Of a tensor of one row, the second rank has an empty shard, which has no address."""
     mesh = init_device_mesh("cpu", (2,))
-    state = {
+    state: dict[str, Any] = {
         name: distribute_tensor(torch.full((1, 3), value), mesh, [Shard(0)])
         for name, value in (("a", 1.0), ("b", 2.0))
     }
-    copied, _ = copy_to_host(state, {}, whole=True)
-    return [copied[name].tolist() for name in state]
+    copied, _ = copy_to_host(state, {})
+    return [copied[name].full_tensor().tolist() for name in state]
 
 
 def test_tensors_of_which_a_rank_has_no_part_are_copied_each_by_itself() -> None:
@@ -534,7 +534,7 @@ def test_a_copy_waits_once_for_each_device_also_if_that_is_not_the_current_one(
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     kinds: list[type[torch.Tensor]] = [OnFirst, OnSecond, OnSecond]
     state = [torch.ones(2).as_subclass(kind) for kind in kinds]
-    copy_to_host([*state, torch.ones(2)], {}, False)
+    copy_to_host([*state, torch.ones(2)], {})
     assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
 
 
@@ -542,21 +542,16 @@ def copy_shards() -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = [torch.arange(6.0), torch.arange(6.0, 12.0)]
     shards = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole]
-    for gather in (False, True):
-        copied, memory = copy_to_host(shards, {}, gather)
-        again, _ = copy_to_host(shards, memory, gather)
-        for new, old, shard, tensor in zip(again, copied, shards, whole, strict=True):
-            if gather:
-                assert new is old
-                assert_equal(new, tensor)
-            else:
-                assert new.placements == (Shard(0),)
-                assert new.to_local().data_ptr() == old.to_local().data_ptr()
-                assert new.to_local().data_ptr() != shard.to_local().data_ptr()
-                assert_equal(new.full_tensor(), tensor)
+    copied, memory = copy_to_host(shards, {})
+    again, _ = copy_to_host(shards, memory)
+    for new, old, shard, tensor in zip(again, copied, shards, whole, strict=True):
+        assert new.placements == (Shard(0),)
+        assert new.to_local().data_ptr() == old.to_local().data_ptr()
+        assert new.to_local().data_ptr() != shard.to_local().data_ptr()
+        assert_equal(new.full_tensor(), tensor)
 
 
-def test_shards_are_copied_as_they_are_or_put_together() -> None:
+def test_shards_are_copied_as_they_are() -> None:
     run_ranks(copy_shards, 2)
 
 
