@@ -908,7 +908,7 @@ def test_each_period_and_a_known_end_are_saved(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"period": 0}, {"period": 2.5}, {"period": 1, "max_to_keep": 0}]
+    "settings", [{"period": -1}, {"period": 2.5}, {"period": 1, "max_to_keep": 0}]
 )
 def test_a_period_or_count_that_is_none_is_refused(settings: dict[str, Any]) -> None:
     name, value = list(settings.items())[-1]
