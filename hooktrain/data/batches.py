@@ -22,6 +22,7 @@ from hooktrain.data.samplers import (
     with_epochs,
 )
 from hooktrain.utils import comm
+from hooktrain.utils.logger import log_once
 from hooktrain.utils.names import State, names_used
 from hooktrain.utils.tensors import checksum
 from hooktrain.utils.workers import start_workers
@@ -58,6 +59,10 @@ EQUAL_WORKERS = (
 NO_EPOCHS = (
     "%s.set_epoch() is not called, since the stream of build_train_loader() never ends: pass the "
     "trainer a DataLoader, or let a sample depend only on its index and on random numbers"
+)
+STALE_COPIES = (
+    "%s of the data set was set in the run, but each worker has a copy from its start: "
+    "docs/guide/data.md shows samples that change with the epoch"
 )
 ONE_POSITION = (
     "A checkpoint has the main process's position in the %s, and all ranks continue from there. "
@@ -96,6 +101,7 @@ class Batches(Iterator[Any]):
         self._taken = 0  # the number of batches taken in this epoch
         self._iterator: Iterator[Any] | None = None
         self.first: list[int] = []
+        self._copied: State = {}
         self._compared = 0
         if isinstance(loader, DataLoader):
             self._compared = min(max(loader.num_workers, 1), 2)
@@ -120,8 +126,21 @@ class Batches(Iterator[Any]):
             if self.epoch > 0:
                 self._set_epoch()
             batches = repeat(None) if self.loader is None else self.loader
+            self._copied = self._attributes_in_workers()
             self._iterator = start_workers(batches)
         return self._iterator
+
+    def _attributes_in_workers(self) -> State:
+        """The attributes of the data set, if workers keep copies of it."""
+        if not getattr(self.loader, "options", {}).get("num_workers"):
+            return {}
+        return {**getattr(self.loader.dataset, "__dict__", {})}
+
+    def log_stale_copies(self) -> None:
+        """Log attributes of the data set that were set after its workers started."""
+        for name, value in self._attributes_in_workers().items():
+            if value is not self._copied.get(name):
+                log_once(logger.info, STALE_COPIES, name)
 
     def _set_epoch(self) -> None:
         for name in ("batch_sampler", "sampler", "dataset"):

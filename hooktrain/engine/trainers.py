@@ -169,6 +169,7 @@ class ModelTrainer(TrainerBase):
                 run.trainable |= trained
                 check_parts(self.model, self.optim_wrapper)
         super().end_period()
+        self._data_loader_iter.log_stale_copies()
         if run.versions:
             if type(self).run_step.__module__ != __name__:
                 warn_about_missing_calls(self)

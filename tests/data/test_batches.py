@@ -533,6 +533,47 @@ def test_workers_with_copies_of_the_generator_of_a_transform_are_told() -> None:
         assert told == []
 
 
+class Closing(Dataset[Any]):
+    is_strong = True
+
+    def __init__(self, transform: Any = None) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return float(self.is_strong)
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes", "names"),
+    [
+        (1, {"is_strong": False}, ["is_strong"]),
+        (1, {"transform": abs}, ["transform"]),
+        (1, {}, []),
+        (0, {"is_strong": False}, []),
+    ],
+)
+def test_a_data_set_that_changes_after_its_workers_started_is_told_once(
+    workers: int,
+    changes: dict[str, Any],
+    names: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = Closing()
+    loader = build_train_loader(data, total_batch_size=2, seed=0, num_workers=workers)
+    found = Batches(loader)
+    next(found)
+    found.log_stale_copies()
+    assert caplog.messages == []
+    vars(data).update(changes)
+    for _ in range(2):
+        found.log_stale_copies()
+    assert [text.split()[0] for text in caplog.messages] == names
+
+
 def test_a_state_without_a_position_is_told(caplog: pytest.LogCaptureFixture) -> None:
     state = Batches(DataLoader(range(4))).state_dict()  # type: ignore[arg-type]
     batches = Batches(build_train_loader(range(4), total_batch_size=2, seed=0))  # type: ignore[arg-type]
