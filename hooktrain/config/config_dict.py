@@ -64,9 +64,7 @@ class ConfigDict(dict[Any, Any]):
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """The value of ``key``. A missing key is first set to ``default``."""
-        if key not in self:
-            self[key] = default
-        return self[key]
+        return super().setdefault(key, to_config(default))
 
     def copy(self) -> "ConfigDict":
         """A copy, also of the dicts, lists and tuples in it; other values are shared."""

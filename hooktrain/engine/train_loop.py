@@ -280,7 +280,7 @@ class TrainerBase:
 
     def run_step(self) -> None:
         """Run one iteration. A subclass defines it, and calls :meth:`after_backward` in it."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define run_step")
+        raise NotImplementedError
 
     def after_backward(self) -> None:
         """Call the hooks between backward and update."""
