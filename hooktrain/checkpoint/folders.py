@@ -331,8 +331,6 @@ def _is_to_be_written(name: str, tensor: Tensor) -> bool:
     sharded: Any = tensor
     mesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return False
     # Of equal shards only one is written. The ranks that hold them divide the tensors between them.
     writer = zlib.crc32(name.encode())
     return all(

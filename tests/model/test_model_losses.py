@@ -87,7 +87,10 @@ def test_the_names_of_what_is_added_up_are_logged_once(
         parse_losses({"ce": ONE, "confidence": TWO, "acc": HALF})
         parse_losses({"loss": ONE, "loss_aux": HALF})
         parse_losses({"loss": ONE})
-    text = "The loss is the sum of %s; only recorded, since they have no gradient: %s"
+    text = (
+        "The loss is the sum of %s; only recorded, since they have no gradient (after detach(), "
+        "for example): %s"
+    )
     summed = [(["ce", "confidence"], ["acc"]), (["loss"], ["loss_aux"])]
     assert caplog.messages == [text % names for names in summed]
 
