@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hooktrain.utils.tensors import (
-    Tensors,
-    broadcast_tensors,
-    compute_device,
-    shard_like,
-)
+from hooktrain.utils.tensors import Tensors, broadcast_model, compute_device, shard_like
 
 if TYPE_CHECKING:  # it is heavy, and few runs need it
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -108,8 +103,7 @@ def shard_model(
         _fill(model, values, offload)
     elif mesh is not None and mesh.ndim > 1:
         # Replicas may have different values.
-        tensors = (*model.parameters(), *model.buffers())
-        broadcast_tensors(tensors, mesh.get_group(0))
+        broadcast_model(model, mesh.get_group(0))
     return model
 
 

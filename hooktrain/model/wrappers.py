@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hooktrain.model.base_model import BaseModel
 from hooktrain.model.losses import Values
 from hooktrain.utils.names import did_you_mean
-from hooktrain.utils.tensors import broadcast_tensors
+from hooktrain.utils.tensors import broadcast_model
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +175,7 @@ class SeparateDistributedDataParallel(StepDistributedDataParallel):
             raise ValueError(
                 f"move the parameters {own} of {type(module).__name__} itself into a child"
             )
-        tensors = (*module.parameters(), *module.buffers())
-        broadcast_tensors(tensors, kwargs.get("process_group"))
+        broadcast_model(module, kwargs.get("process_group"))
         kwargs["broadcast_buffers"] = broadcast_buffers
         self.exchanged = [p for p in module.parameters() if p.requires_grad]
         parts: Any = {

@@ -15,7 +15,7 @@ from hooktrain.model.wrappers import is_model_wrapper, unwrap_model
 from hooktrain.strategy import environment
 from hooktrain.strategy.environment import Environment, Launcher, set_random_seed
 from hooktrain.utils import comm
-from hooktrain.utils.tensors import Device, broadcast_tensors
+from hooktrain.utils.tensors import Device, broadcast_model
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class BaseStrategy:
     def place_model(self, model: nn.Module) -> nn.Module:
         """Move a model to ``self.device``, with the first rank's weights. A collective."""
         model = model.to(self.device)
-        broadcast_tensors((*model.parameters(), *model.buffers()))
+        broadcast_model(model)
         return model
 
     def compile_model(self, model: nn.Module, compile: Compile = False) -> nn.Module:

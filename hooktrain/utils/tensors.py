@@ -55,6 +55,11 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: comm.Group = None) -> No
         dist._broadcast_coalesced(group or dist.group.WORLD, local, _BUCKET_BYTES, 0)  # type: ignore[arg-type, attr-defined]
 
 
+def broadcast_model(model: nn.Module, group: comm.Group = None) -> None:
+    """Send the first rank's parameters and buffers; see :func:`broadcast_tensors`. Collective."""
+    broadcast_tensors((*model.parameters(), *model.buffers()), group)
+
+
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The offsets and the shape of this rank's shard within a sharded tensor.
 
