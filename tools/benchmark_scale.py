@@ -241,7 +241,7 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
     size = max(1, int(gigabytes * 1e9 / 4 / count))
     state = {f"layer_{i}": torch.rand(size) for i in range(count)}
     total = count * size * 4 / 1e9
-    _, memory = copy_to_host(state, {}, False)
+    _, memory = copy_to_host(state, {})
     content = memoryview(torch.rand(count * size).numpy()).cast("B")
     raw, ours, plain = folder / "raw", folder / "ours.pth", folder / "plain.pth"
     sharded = folder / "sharded"
@@ -261,8 +261,8 @@ def bandwidths(folder: Path, gigabytes: float, rounds: int) -> Speeds:
 
     # In this order: readers come after writers.
     steps: dict[str, Callable[[], object]] = {
-        "copy into fresh memory": lambda: copy_to_host(state, {}, False),
-        "copy into kept memory": lambda: copy_to_host(state, memory, False),
+        "copy into fresh memory": lambda: copy_to_host(state, {}),
+        "copy into kept memory": lambda: copy_to_host(state, memory),
         "write and fsync": lambda: write_durably(raw, content),
         "torch.save, not synced": lambda: torch.save(state, plain),
         "save_file (checksums, fsync)": lambda: save_file(state, ours),
