@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -41,6 +42,11 @@ _OF_OTHERS = re.compile(
     r"|optimizer_step|lr_scheduler_step|configure_gradient_clipping"
     r"|(training|validation|test|predict)_step|(train|val|test)_dataloader"
     r"|configure_optimizers"
+)
+
+_IGNORED_LABELS = (
+    "Labels of -100 are ignored, yet each of the accumulated batches counts alike, whatever its "
+    "number of other labels. A trainer's weight(data) can return this number"
 )
 
 # Buffers of norms that only evaluations read.
@@ -142,13 +148,10 @@ def check_accumulation(batch: Any, losses: Tensors, count: int) -> None:
     """
     # transformers' BatchEncoding is a mapping, but no dict.
     leaves = tree_leaves({**batch} if isinstance(batch, Mapping) else batch)
-    # -100 is the default of torch's cross entropy. Host-device synchronisations, as below.
-    if any((each == -100).any() for each in leaves if isinstance(each, Tensor)):
-        log_once(
-            logger.info,
-            "Labels of -100 are ignored, yet each of the accumulated batches counts alike, "
-            "whatever its number of other labels. A trainer's weight(data) can return this number",
-        )
+    with suppress(RuntimeError):  # sparse and nested tensors cannot be compared
+        # -100 is the default of torch's cross entropy. Host-device synchronisations, as below.
+        if any((each == -100).any() for each in leaves if isinstance(each, Tensor)):
+            log_once(logger.info, _IGNORED_LABELS)
     for name, loss in losses.items():
         divisor: Any = getattr(loss.grad_fn, "_saved_other", None)
         if hasattr(divisor, "tolist") and divisor.tolist() == count:
@@ -219,8 +222,9 @@ def warn_about_untrained_modules(trainer: Any) -> None:
                 "requires_grad_(False)",
                 name,
             )
-        has_gradients = [p.grad is not None for p in part.parameters()]
-        if part.training and has_gradients and not any(has_gradients):
+        # To initialise and to load a parameter changes it a few times.
+        is_trained = [p.grad is not None or p._version > 4 for p in part.parameters()]
+        if part.training and is_trained and not any(is_trained):
             logger.info(
                 "%s is in training mode, but has no gradients: a teacher with dropout or batch "
                 "norm needs eval()",
@@ -334,7 +338,9 @@ def unsaved_attributes(model: nn.Module) -> State:
         f"{path}.{name}": (id(value), getattr(value, "_version", 0))
         for path, module in unwrap_model(model).named_modules(prefix="model")
         for name, value in {**vars(type(module)), **vars(module)}.items()
-        if type(value) in (int, float, Tensor) and not getattr(value, "grad_fn", None)
+        # A tensor of a graph is computed anew, and an inference tensor counts no changes.
+        if type(value) in (int, float)
+        or (type(value) is Tensor and not (value.grad_fn or value.is_inference()))
     }
 
 

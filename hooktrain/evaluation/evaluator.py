@@ -106,7 +106,7 @@ class MetricEvaluator(DatasetEvaluator):
 
     Raises:
         TypeError: for a class instead of an object.
-        ValueError: for a function that takes the targets first, such as scikit-learn's, or weights.
+        ValueError: for a function that takes the targets first, such as scikit-learn's.
     """
 
     def __init__(
@@ -249,14 +249,14 @@ def _joined(parts: Any) -> Any:
 def _check_metric(metric: Any) -> None:
     if isinstance(metric, type):
         raise TypeError(f"pass an object, not a class: {metric.__name__}(...)")
-    names: list[str] = []
+    first = ""
     with suppress(TypeError, ValueError):  # some functions have no signature
-        names = [*inspect.signature(getattr(metric, "update", metric)).parameters]
-    # torchmetrics' means and sums of values have weights instead of targets.
-    if _NAMES_OF_TARGETS.intersection(names[:1]) or "weight" in names[1:2]:
+        signature = inspect.signature(getattr(metric, "update", metric))
+        first = next(iter(signature.parameters), "")
+    if first in _NAMES_OF_TARGETS:
         raise ValueError(
-            f"a metric gets the outputs first, then the targets, but {metric!r} takes {names}: "
-            "pass a function of (outputs, targets) that calls it"
+            f"a metric gets the outputs first, then the targets, but {metric!r} begins with "
+            f"{first!r}: pass a function of (outputs, targets) that calls it"
         )
 
 

@@ -704,6 +704,7 @@ IGNORED = torch.tensor([[5, -100], [3, 2]])
         ({"labels": IGNORED}, Labelled, 1, False),
         ({"labels": IGNORED + 1}, Labelled, 2, False),
         (["a text", None], Labelled, 2, False),
+        ([IGNORED.to_sparse()], Labelled, 2, False),
     ],
 )
 def test_ignored_labels_in_an_accumulation_are_told_once(
@@ -957,6 +958,28 @@ def test_a_module_beside_the_model_that_is_trained_is_no_teacher(
     assert "is in training mode" not in caplog.text
 
 
+class Adversarial(SimpleTrainer):
+    """Trains a second module by an optimizer of its own, and frees its gradients."""
+
+    def run_step(self) -> None:
+        super().run_step()
+        self.teacher(torch.ones(2, 4)).mean().backward()
+        self.second.step()
+        self.second.zero_grad()
+
+
+def test_a_module_that_an_optimizer_of_the_step_trains_is_no_teacher(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = LinearLoss()
+    trainer = Adversarial(model, batches(2), sgd(model), 6)
+    trainer.teacher = nn.Sequential(nn.Dropout(), nn.Linear(4, 1))
+    trainer.second = sgd(trainer.teacher)
+    trainer.train(max_iter=6)
+    assert "is in training mode" not in caplog.text
+
+
 class Counting(nn.Module):
     """Has numbers and tensors of its own, which a state_dict lacks."""
 
@@ -970,6 +993,8 @@ class Counting(nn.Module):
         self.mean = torch.zeros(4)
         self.auxiliary: Any = torch.zeros(())
         self.fixed = torch.ones(4)
+        with torch.inference_mode():  # which counts no changes
+            self.inferred = torch.ones(2)
         self.name = "a"
         self.has_begun = False
         self.register_buffer("known", torch.zeros(4))

@@ -570,18 +570,6 @@ def test_the_whole_of_outputs_with_a_loss_of_each_batch_keeps_their_class() -> N
     assert outputs.logits.tolist() == [1.0, 1.0, 0.0]
 
 
-class WeightedMean:
-    def update(self, value: Tensor, weight: Tensor) -> None:
-        """Like torchmetrics' MeanMetric."""
-
-    compute = reset = update
-
-
-def test_an_object_that_takes_weights_for_targets_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"takes \['value', 'weight'\]"):
-        MetricEvaluator(WeightedMean())
-
-
 class Draws(nn.Module):
     """Drops out in evaluation mode too, or only while training."""
 

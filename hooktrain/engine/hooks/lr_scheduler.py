@@ -226,8 +226,6 @@ class LRScheduler(HookBase):
                 raise ValueError(
                     f"LambdaLR ends at {factor} times the rate; by_epoch=True counts epochs"
                 )
-            if factor > 1.001 * earlier:
-                logger.info("It rises until then: is its warm-up longer than the run?")
             if last and max(earlier, factor) < 1e-6:
                 logger.warning(
                     "The rate is 0 in the last third of the run: by_epoch=True counts epochs, and "

@@ -248,18 +248,6 @@ def test_a_lambda_schedule_whose_warm_up_is_all_of_a_short_run_is_not_told(
     assert "last third" not in caplog.text
 
 
-@pytest.mark.parametrize(("max_iter", "is_told"), [(4, True), (12, False)])
-def test_a_lambda_schedule_that_rises_until_the_end_is_told(
-    max_iter: int, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = linear_trainer()
-    schedule = LambdaLR(trainer.optimizer, lambda n: min(1.0, n / 6))
-    trainer.register_hooks([LRScheduler(scheduler=schedule)])
-    with caplog.at_level(logging.INFO, "hooktrain"):
-        trainer.train(0, max_iter)
-    assert ("is its warm-up longer than the run" in caplog.text) == is_told
-
-
 @pytest.mark.parametrize("period", [0, 1])
 def test_a_plateau_with_too_few_evaluations_is_told(
     period: int, caplog: pytest.LogCaptureFixture
