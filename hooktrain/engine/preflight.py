@@ -44,11 +44,6 @@ _OF_OTHERS = re.compile(
     r"|configure_optimizers"
 )
 
-_IGNORED_LABELS = (
-    "Labels of -100 are ignored, yet each of the accumulated batches counts alike, whatever its "
-    "number of other labels. A trainer's weight(data) can return this number"
-)
-
 # Buffers of norms that only evaluations read.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -151,7 +146,12 @@ def check_accumulation(batch: Any, losses: Tensors, count: int) -> None:
     with suppress(RuntimeError):  # sparse and nested tensors cannot be compared
         # -100 is the default of torch's cross entropy. Host-device synchronisations, as below.
         if any((each == -100).any() for each in leaves if isinstance(each, Tensor)):
-            log_once(logger.info, _IGNORED_LABELS)
+            log_once(
+                logger.info,
+                "Labels of -100 are ignored, yet each of the accumulated batches counts alike, "
+                "whatever its number of other labels. A trainer's weight(data) can return this "
+                "number",
+            )
     for name, loss in losses.items():
         divisor: Any = getattr(loss.grad_fn, "_saved_other", None)
         if hasattr(divisor, "tolist") and divisor.tolist() == count:

@@ -239,8 +239,9 @@ def _joined(parts: Any) -> Any:
         # Models of transformers return the loss of a batch too, as a single number.
         return torch.cat([torch.atleast_1d(part) for part in parts])
     if isinstance(first, Mapping):
-        joined = {key: _joined([part[key] for part in parts]) for key in first}
-        return with_items(first, joined)
+        return with_items(
+            first, {key: _joined([part[key] for part in parts]) for key in first}
+        )
     if isinstance(first, tuple):
         return [_joined(each) for each in zip(*parts, strict=True)]
     return [*chain.from_iterable(parts)]

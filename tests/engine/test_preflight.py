@@ -909,10 +909,6 @@ class WithGlobalCriterion(SimpleTrainer):
 
 
 class Distilled(SimpleTrainer):
-    @torch.no_grad()
-    def target(self, data: Any) -> Any:
-        return self.teacher(data)
-
     def compute_loss(self, data: Any) -> Any:
         with torch.no_grad():
             target = TEACHER(data).mean() + self.teacher(data).mean()

@@ -130,7 +130,6 @@ class EvalHook(HookBase):
         self.announce()
         self.trainer.seed_generators(self.trainer.done, "evaluation")
         outcome: Future[Numbers] = Future()
-        patience = None
         with self.trainer.clock.pause("evaluation"):
             try:
                 outcome.set_result(self._evaluate())
@@ -139,17 +138,9 @@ class EvalHook(HookBase):
                     "The evaluation failed: the run ends once the other hooks have run"
                 )
                 outcome.set_exception(error)
-                patience = _PATIENCE_SECONDS
             # Ranks may take very different times to evaluate. They wait for each other here, so
             # that the stack of a waiting rank shows the reason.
-            worker = BackgroundWorker("meeting")
-            worker.submit(partial(comm.meet, "the end of eval_function"), daemon=True)
-            try:
-                if not worker.wait(patience):
-                    outcome.result()
-            except RuntimeError:
-                outcome.result()  # an error of this rank comes first
-                raise
+            _meet_other_ranks(outcome)
         try:
             results, *others = comm.on_all_ranks(outcome.result)
         except Exception as of_some_rank:
@@ -177,6 +168,23 @@ class EvalHook(HookBase):
             )
         self.last_results = results or {}
         return as_numbers(self.last_results)
+
+
+def _meet_other_ranks(outcome: Future[Numbers]) -> None:
+    """Wait for the other ranks at the end of ``eval_function``. Collective.
+
+    Raises:
+        Exception: the error of this rank, if the others do not arrive within a few seconds.
+        RuntimeError: if they are elsewhere; see :func:`hooktrain.utils.comm.meet`.
+    """
+    worker = BackgroundWorker("meeting")
+    worker.submit(partial(comm.meet, "the end of eval_function"), daemon=True)
+    try:
+        if not worker.wait(_PATIENCE_SECONDS if outcome.exception() else None):
+            outcome.result()
+    except RuntimeError:
+        outcome.result()  # an error of this rank comes first
+        raise
 
 
 def check_mode(mode: str | None, metric: str) -> str:
